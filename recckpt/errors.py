@@ -36,7 +36,7 @@ class CheckpointExistsError(RecckptError, FileExistsError):
 
 
 class CheckpointInUseError(RecckptError):
-    """A checkpoint is not deleted: it is pinned, the only one, or others are read from it; says what to do."""
+    """A checkpoint is not deleted: it is pinned, the only one, or a base of others; says what to do."""
 
 
 class CorruptCheckpointError(RecckptError):
@@ -44,7 +44,7 @@ class CorruptCheckpointError(RecckptError):
 
     Attributes:
         path: the file, as named under the output dir.
-        where: the place in it (a field, a column of a batch), or "".
+        where: the place in it, such as a field or a column of a batch, or "".
         found: what is there.
         expected: what should be there.
         remedy: what to do.
@@ -80,7 +80,7 @@ class CheckpointRemovedError(RecckptError):
 
     Attributes:
         path: the checkpoint.
-        emptied: tables that had rows and have none now; loading again fills them.
+        emptied: tables that had rows and are empty now; loading again fills them.
     """
 
     REMEDY: ClassVar = "read the newest one, pin this one (manager.pin(step)), or raise max_keep"
@@ -94,7 +94,7 @@ class CheckpointRemovedError(RecckptError):
 
 
 class PartlyLoadedError(RecckptError):
-    """A load broke off after it had begun to change tables that had rows; the cause is chained.
+    """A load failed after it had begun to change tables that had rows; the cause is chained.
 
     Attributes:
         emptied: tables that have no rows now.
@@ -119,7 +119,7 @@ class FormatVersionError(RecckptError):
         found: its format version.
         supported: the newest version that this recckpt reads.
         state: ``"newer"`` or ``"older"``.
-        needed: what reads the file, such as ``"recckpt 1.3"``, as far as the file says it.
+        needed: what reads the file, such as ``"recckpt 1.3"``, as far as known.
     """
 
     def __init__(self, path: str, *, found: object, supported: int, missing: str = "", reader: str = "") -> None:
@@ -134,7 +134,7 @@ class FormatVersionError(RecckptError):
 
 
 class StateMismatchError(RecckptError, ValueError):
-    """The state in a checkpoint does not fit the live one; names all that differs at once.
+    """The state in a checkpoint does not fit the live one; lists all differences.
 
     Attributes:
         missing: names that the model has and the checkpoint lacks.
@@ -165,15 +165,15 @@ class StateMismatchError(RecckptError, ValueError):
 
 
 class LiveTableError(RecckptError, ValueError):
-    """A table that is not recckpt's cannot be saved or loaded where it lies; says which, why, and what to do."""
+    """A table of another library cannot be saved or loaded in its memory; says which, why, and what to do."""
 
 
 class MissedRowsError(LiveTableError):
-    """An audit found rows of a live table that changed without a mark: the save has failed, and no delta lacks them.
+    """An audit found unmarked changes of a live table's rows: the save has failed, and no delta lacks them.
 
     Attributes:
         table: its name.
-        n_rows: how many rows there are.
+        n_rows: how many such rows there are.
         ids: the first of them.
     """
 
@@ -187,7 +187,7 @@ class MissedRowsError(LiveTableError):
 
 
 class LoadConfError(RecckptError, ValueError):
-    """A ``load_conf`` or model bank asks for what does not exist, or is malformed; says all that is wrong.
+    """A ``load_conf`` or model bank names what does not exist, or is malformed; lists all problems.
 
     Attributes:
         problems: one text each.
@@ -200,7 +200,7 @@ class LoadConfError(RecckptError, ValueError):
 
 
 class LookupFailedError(RecckptError):
-    """A lookup in sharded tables, or its backward pass, failed on one rank; all raise this, and none waits.
+    """A look-up in sharded tables, or its backward pass, failed on one rank; all ranks raise this.
 
     Attributes:
         rank: the first rank that failed.
@@ -212,12 +212,12 @@ class LookupFailedError(RecckptError):
 
 
 class WriterFencedError(RecckptError):
-    """Another writer owns this output dir; the one that gets this error writes nothing more there.
+    """Another writer owns this output dir; the writer that gets this error writes nothing more there.
 
     Attributes:
-        epoch: the claim of the other writer; 0 where it is unknown.
+        epoch: the claim of the other writer; 0 if unknown.
         by: its process and host.
-        since: when it took over, as it says; None where its claim cannot be read.
+        since: when it took over, by its own clock; None if its claim cannot be read.
     """
 
     def __init__(self, message: str, *, epoch: int = 0, by: str = "", since: str | None = None) -> None:
@@ -226,10 +226,10 @@ class WriterFencedError(RecckptError):
 
 
 class ForkedError(RecckptError, RuntimeError):
-    """What belongs to one process is used in a forked child of it.
+    """An object of one process is used in a forked child of it.
 
     Attributes:
-        made_by: the process that it belongs to.
+        made_by: id of the process that the object belongs to.
     """
 
     def __init__(self, what: str, made_by: int) -> None:
@@ -245,13 +245,13 @@ NOTHING_COMMITTED = "nothing was committed and older checkpoints are untouched: 
 
 
 class SaveFailedError(RecckptError):
-    """A save failed and nothing was committed, where the message does not say otherwise; the cause is chained.
+    """A save failed, and nothing was committed unless the message says so; the cause is chained.
 
     Attributes:
         ckpt_id: the checkpoint that was being written.
-        rank: the first shard that failed, or that is missing.
-        step: the step that was to be saved, None where no steps are counted.
-        cause: what went wrong there.
+        rank: the first rank that failed or is missing.
+        step: the step of the save; None if steps are not counted.
+        cause: what went wrong on that rank.
     """
 
     def __init__(
@@ -268,12 +268,12 @@ class SaveFailedError(RecckptError):
 
 
 class RankLostError(RecckptError):
-    """Ranks that work together reach one of them no longer; neither they nor the one can go on together.
+    """Ranks can no longer reach one of them; they cannot save or load together any more.
 
     Attributes:
-        ranks: those that are missing, as far as it can be known.
-        rank: the first of them.
-        cause: how that was found.
+        ranks: the missing ranks, as far as known.
+        rank: the first missing rank.
+        cause: how it was noticed.
     """
 
     def __init__(self, ranks: Sequence[int], cause: str) -> None:
@@ -286,12 +286,12 @@ class RankLostError(RecckptError):
 
 
 class CommitNotDurableError(SaveFailedError):
-    """The manifest was put, but the storage failed before it was sure that it survives a power cut.
+    """The manifest was written, but the storage failed before it was certain to survive a power cut.
 
-    Readers see the checkpoint, if it is in place; the older ones are all kept, since this one may yet be lost.
+    Readers see the checkpoint if it is in place; all older ones are kept, since this one may still be lost.
 
     Attributes:
-        is_in_place: whether the manifest was seen after the failure; False where the storage did not even tell that.
+        is_in_place: whether the manifest was seen after the failure; False if the storage could not tell.
     """
 
     def __init__(self, ckpt_id: str, rank: int, cause: str, *, is_in_place: bool) -> None:
@@ -308,7 +308,7 @@ class MissingLibraryError(RecckptError, ImportError):
 
 
 def needed(name: str, extra: str) -> Any:
-    """Return a library that recckpt can do without, or a module of it; the error names the extra that brings it."""
+    """Return an optional library or a module of it; MissingLibraryError names the extra that installs it."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -90,25 +90,25 @@ OnWhole = Callable[[Checkpoint, Iterable[SavableTable]], object]  # called with 
 class Saver(Loads):
     """Saves and loads a model: its tables, its dense state and what is registered beside them.
 
-    The state is read from the model at each save. Thread-safe: saves and loads of several threads follow each other. It
+    The state is read from the model at each save. Thread-safe: saves and loads of several threads are serialized. It
     belongs to the process that made it: a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
 
     Args:
         model: any module; tables are found in its ``state_dict()``. DistributedDataParallel, DataParallel and
             ``torch.compile`` wrappers are looked through, so names are always those of the model itself.
         sparse_optim: the optimizer of the tables; its slots are saved with them, its scalars in ``extra.pt``.
-        output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
+        output_dir: a path or any fsspec URL; created if it is missing, and immediately checked to be writable.
         max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.policies.keep`; None keeps all.
         concurrency: threads that read and write tables.
         deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
-        near: a :class:`recckpt.Near`: when a manager makes near saves, and where they go, which a restore prefers to
-            older checkpoints; needs ``deltas``. See docs/near.md.
+        near: a :class:`recckpt.Near`: when a manager makes near saves, and where; a restore prefers them to
+            older checkpoints. Needs ``deltas``. See docs/near.md.
         tables: what :func:`recckpt.live.live_tables` has found in the model; None leaves its embeddings dense.
         choose: a :class:`recckpt.policies.Choose`: which slots and rows of tables are saved, and how narrow; None for
             all as they are.
         transfers: a :class:`recckpt.policies.Transfers`: how files travel, and how long ranks wait for each other.
-        on_save: called with the :class:`recckpt.SaveInfo` of each save, once rotation is over, or once it has failed
-            (``info.error``), in the thread of the save; what it raises is logged and fails nothing.
+        on_save: called with the :class:`recckpt.SaveInfo` of each save, after rotation, or after it has failed
+            (``info.error``), in the thread of the save; its exceptions are logged and fail nothing.
         run: what metrics call this job (``recckpt.run``); None for the path or URL of ``output_dir``.
 
     Attributes:
@@ -163,7 +163,6 @@ class Saver(Loads):
         self.near_saves = _near_saves_of(tier, self._live, self._to, self._runner, self.loader)
 
     def _loader(self, name: str, live: LiveTables, on_whole: OnWhole | None) -> Loader:
-        """Return what loads into the same objects; ``name`` is the output dir as it was given."""
         to, objects = self._to, (self.model, self.sparse_optim, self._extra, self._io_state)
         of_loads = *objects, to.storage, to.concurrency, to.transport.download_dir
         return Loader(*of_loads, name, self.removal.before_load, on_whole, live, self.trainers.look_anew)
@@ -196,10 +195,10 @@ class Saver(Loads):
 
         Args:
             name: unique name.
-            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value. A tensor, an array, a list, dict or
-                set is loaded in place; of another value :meth:`get_extra_data` gives what was loaded.
-            per_rank: whether each rank saves and gets back a state of its own, on the same number of ranks; else that
-                of rank 0 is saved, for all. A ``ZeroRedundancyOptimizer`` is saved by all ranks, for any number.
+            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value. A tensor, array, list, dict or
+                set is loaded in place; other loaded values are returned by :meth:`get_extra_data`.
+            per_rank: whether each rank saves and restores its own state, on the same number of ranks; else the state
+                of rank 0 is saved for all. All ranks save a ``ZeroRedundancyOptimizer``, for any number of ranks.
 
         Raises:
             ValueError: the name or the object cannot be registered; says why.
@@ -210,7 +209,7 @@ class Saver(Loads):
             self._extra.add(name, obj, per_rank=per_rank)
 
     def register_io_state(self, name: str, obj: Any) -> None:
-        """Save the position of a dataset, one state a shard.
+        """Save the position of a dataset, one state a rank.
 
         Args:
             name: unique name.
@@ -225,9 +224,9 @@ class Saver(Loads):
             position_of(obj)
 
     def get_extra_data(self, name: str) -> Any:
-        """Return the object of a name, a plain value as last loaded; else the state last loaded, or None and warn.
+        """Return the object registered by a name (a plain value as loaded), else its loaded state, else None and warn.
 
-        ``"global_step"`` is the step of the manager, and before its first that of what was loaded last.
+        ``"global_step"`` is the manager's step; before its first step, that of the last load.
         """
         is_step = name == GLOBAL_STEP and name not in self._extra
         step = self.counted_run.step or self.loader.loaded_step if is_step else None
@@ -245,7 +244,7 @@ class Saver(Loads):
         ephemeral: bool = False,
         sync_func: Callable[[], Any] | None = None,
     ) -> Manifest:
-        """Write, commit and rotate, once the save before is over; return the manifest. Collective among several ranks.
+        """Write, commit and rotate, after any running save; return the manifest. Collective among several ranks.
 
         On ranks other than 0 the manifest lists the files of that rank alone.
 
@@ -256,18 +255,18 @@ class Saver(Loads):
             step: global step, kept for ``CheckpointManager.restore``; None for that of the manager, if there is one.
             state: numbers, strings, and lists and dicts of these, for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
-            ephemeral: the checkpoint goes as soon as a newer one is committed, and does not count for ``max_keep``.
+            ephemeral: remove the checkpoint once a newer one is committed; it does not count for ``max_keep``.
             sync_func: called by every rank once the checkpoint is committed, such as a barrier of your own.
 
         Raises:
-            ValueError: the id or the step cannot be one, or something in the state could not be loaded back, or several
-                ranks own the same ids of a table; names it, nothing was written.
+            ValueError: the id or step is invalid, something in the state could not be loaded back, or several
+                ranks own the same ids of a table; names it, and nothing was written.
             CheckpointExistsError: the id is committed and ``overwrite`` is false.
-            SaveFailedError: a rank failed, or is missing; nothing was committed, where the message does not say
-                otherwise. Where a rank is missing, so is it for all saves and restores to come: restart the job.
-            CommitNotDurableError: committed, but the storage failed before that was surely durable.
+            SaveFailedError: a rank failed, or is missing; nothing was committed unless the message says so.
+                If a rank is missing, later saves and restores fail too: restart the job.
+            CommitNotDurableError: committed, but the storage failed before that was certainly durable.
             WriterFencedError: another process has taken the output dir over by saving to it.
-            Exception: that of an earlier save in the background, if it was not raised yet; this one is not begun then.
+            Exception: the error of an earlier background save, if not raised yet; this save is not begun then.
         """
         info = SaveInfo(ckpt_id, step, ephemeral=ephemeral)
         manifest = self._save(info, shard_id, shard_num, state, overwrite).wait()
@@ -286,9 +285,9 @@ class Saver(Loads):
         overwrite: bool = False,
         ephemeral: bool = False,
     ) -> SaveHandle:
-        """As :meth:`save`, but return as soon as training may go on; what it changes from then on is not saved.
+        """As :meth:`save`, but return as soon as training may go on; later changes are not saved.
 
-        What goes wrong from then on is raised by ``wait()`` of the handle, else by the next save or :meth:`close`.
+        Later errors are raised by ``wait()`` of the handle, else by the next save or :meth:`close`.
         """
         info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=True)
         return self._save(info, shard_id, shard_num, state, overwrite)
@@ -297,13 +296,13 @@ class Saver(Loads):
         self._to.timeline.add_end(self._to.storage, self._to.fence, step)
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the save that is under way, if there is one, and say whether it is over; for a near save too.
+        """Wait for a running save, near saves included, and say whether it has ended.
 
         Args:
-            timeout_sec: how long to wait; 0 only looks, None waits until the end.
+            timeout_sec: how long to wait; 0 does not wait, None waits until the end.
 
         Raises:
-            RecckptError: the save failed, and its error was not raised yet.
+            RecckptError: the save failed, and its error has not been raised yet.
         """
         with self._turn():
             if timeout_sec is None and self.near_saves is not None:
@@ -317,7 +316,7 @@ class Saver(Loads):
         return self._runner.is_running
 
     def close(self) -> None:
-        """As :meth:`settle`, and end a compaction in the background; the saver may go on being used."""
+        """As :meth:`settle`, and end a background compaction; the saver can still be used afterwards."""
         try:
             self.settle()
         finally:

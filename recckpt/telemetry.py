@@ -61,8 +61,6 @@ _SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300
 
 
 class _Tools:
-    """A tracer, instruments by name, and this process's operations that have not ended."""
-
     def __init__(self, tracer: Tracer, meter: Meter) -> None:
         self.tracer = tracer
         self.open: set[Operation] = set()

@@ -63,11 +63,11 @@ class SlotSpec:
 
 @runtime_checkable
 class SavableTable(Protocol):
-    """Anything that recckpt saves as a table: ids, and tensors with one row an id.
+    """Anything that recckpt saves as a table: ids, and tensors with one row for each id.
 
-    ``ids()``, ``embeddings()`` and every value of ``slots`` share one row order. All of them may be
+    ``ids()``, ``embeddings()`` and all ``slots`` have the same order of rows. All of them may be
     views: recckpt reads them while the save runs and never writes to them.
-    ``recckpt.testing.SavableTableContract`` tries a table.
+    ``recckpt.testing.SavableTableContract`` tests a table.
     """
 
     name: str
@@ -94,15 +94,15 @@ class SavableTable(Protocol):
 
 @dataclass(frozen=True)
 class Box:
-    """What one rank has of a live table: a range of its rows, with all their columns or with a range of these.
+    """One rank's part of a live table: a range of its rows, with all their columns or a range of columns.
 
     Attributes:
         rows: (first, end) of the rows; their numbers are the ids.
-        replica: which of several equal copies of these rows it is.
-        n_replicas: how many there are, one each on as many ranks.
-        columns: the ranges [begin, end) over which the embeddings of these rows are divided, in order and without gaps,
-            each on another rank; () where a rank has whole rows. Slots have as many columns, or one value a row.
-        part: which of these ranges it is.
+        replica: number of this copy among equal copies of these rows.
+        n_replicas: how many copies there are, each on another rank.
+        columns: the ranges [begin, end) into which the embeddings of these rows are divided, in order and without gaps,
+            each on another rank; () for whole rows. Slots have as many columns, or one value a row.
+        part: number of this rank's range among them.
     """
 
     rows: tuple[int, int]
@@ -113,12 +113,12 @@ class Box:
 
     @property
     def own_rows(self) -> tuple[int, int]:
-        """(first, end) of the rows that this rank saves: of k copies, or parts, each a k-th, so that all are once."""
+        """(first, end) of the rows that this rank saves: each of k copies or parts saves a k-th of the rows."""
         return self.shares[self.part if self.columns else self.replica]
 
     @property
     def shares(self) -> tuple[tuple[int, int], ...]:
-        """The rows that each of the copies, or parts, saves."""
+        """The rows that each copy or part saves."""
         first, end = self.rows
         n = len(self.columns) or self.n_replicas
         borders = [first + (end - first) * i // n for i in range(n + 1)]
@@ -127,7 +127,7 @@ class Box:
 
 @dataclass(frozen=True)
 class RowShare:
-    """The rows [begin, end) that one rank saves of a live table, of ``size`` in all; their numbers are the ids."""
+    """The rows [begin, end) that one rank saves of a live table with ``size`` rows; their numbers are the ids."""
 
     begin: int
     end: int
@@ -135,38 +135,38 @@ class RowShare:
 
 
 class Door(Protocol):
-    """Through which an adapter says what is about to change in a live table. Thread-safe; recckpt implements it.
+    """An adapter announces by it what is about to change in a live table. Thread-safe; recckpt implements it.
 
-    Rows are those of the box, from 0 on.
+    Rows are counted from the first row of the box.
     """
 
     def announce(self, rows: Tensor) -> None:
-        """Say that ``rows`` are about to change: int64 of any device, repeats allowed, or a bool for each of the box.
+        """Announce that ``rows`` will change: int64 on any device, repeats allowed, or a bool for each row of the box.
 
-        Some more do no harm. On CUDA the current stream of the caller is the one that will write. Once this returns,
-        what snapshots need of the rows is in the memory of the host, so the write may be queued at once.
+        Additional rows do no harm. On CUDA, the caller's current stream must be the one that writes. When this returns,
+        snapshots have copied what they need to host memory, so the write may be queued at once.
         """
 
     def announce_all(self) -> None:
-        """Say that any row is about to change: which ones do is not known."""
+        """Announce that any row may change, if it is unknown which."""
 
     def replaced(self) -> None:
-        """Say that all rows were replaced, as by a load; no open snapshot can be read any more."""
+        """Report that all rows were replaced, as by a load; open snapshots cannot be read any more."""
 
     def failed(self, error: Exception) -> None:
-        """Say that the adapter no longer knows what changes; the next save raises this, and training goes on."""
+        """Report that the adapter no longer knows what changes; the next save raises this, training continues."""
 
 
 @runtime_checkable
 class LiveTable(Protocol):
-    """A table in memory that recckpt does not own, which recckpt saves and restores where it lies.
+    """A table in the memory of another library, which recckpt saves and restores in place.
 
-    ``recckpt.testing.LiveTableContract`` tries one.
+    ``recckpt.testing.LiveTableContract`` tests one.
 
     All methods are called in the thread that calls the saver.
 
     Attributes:
-        name: in checkpoints.
+        name: its name in checkpoints.
         n_rows: how many rows the table has over all ranks.
     """
 
@@ -174,49 +174,49 @@ class LiveTable(Protocol):
     n_rows: int
 
     def box(self) -> Box:
-        """Return the part of the table that is on this rank; (0, 0) rows where that is nothing."""
+        """Return this rank's part of the table; rows (0, 0) if it has none."""
 
     def prepare(self) -> None:
         """Bring the memory up to date before it is read or written: flush caches, wait for evictions.
 
-        On CUDA what is read is what the current stream of the caller finds, as it does after ``loss.backward()``.
+        On CUDA, recckpt reads what the caller's current stream sees, as after ``loss.backward()``.
 
         Raises:
-            LiveTableError: it cannot be read now, as while the weights are stashed elsewhere.
+            LiveTableError: it cannot be read now, such as while its weights are stashed elsewhere.
         """
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the slots of now by name, ``embedding`` among them: contiguous views, (rows of the box, *shape).
+        """Return the present slots by name, with ``embedding``: contiguous views of shape (rows of the box, *shape).
 
-        Asked at every save and load: memory that is not that of before, and other slots, make the next save hold all.
+        Called at every save and load: if memory or slots differ from before, the next save holds all rows.
         """
 
     def attach(self, door: Door) -> Callable[[], object]:
-        """Begin to announce changes, each before it is made; return what ends that."""
+        """Begin to announce changes, each before it is made; return what stops that."""
 
     def scalars(self) -> Mapping[str, int | float]:
         """Return what the optimizer counts for the whole table, such as ``step``."""
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings of the optimizer as they stand in a parameter group, such as ``lr`` and ``eps``."""
+        """Return the optimizer's settings as in a parameter group, such as ``lr`` and ``eps``."""
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Take over scalars and settings after a load, which may have none; its last row is in the tensors by then.
+        """Take over scalars and settings, which may be empty, after a load wrote its last row to the tensors.
 
-        Called with none for each table of which rows were loaded: what was cached of them is to be read anew.
+        Called with empty ones for each table with loaded rows: cached values must be read again.
         """
 
 
 @runtime_checkable
 class WatchedTable(LiveTable, Protocol):
-    """A live table that notices some of the changes that it has not announced."""
+    """A live table that notices some unannounced changes."""
 
     def look(self) -> None:
-        """Call ``replaced`` of the door if there were any since it last looked; from any thread, beside training."""
+        """Call the door's ``replaced`` if there were any since the last look; from any thread, beside training."""
 
 
 def is_optimizer_slot(name: str) -> bool:
-    """Say whether a slot belongs to the sparse optimizer; part of the format: its name begins with ``sparse_``."""
+    """Say whether a slot belongs to the sparse optimizer: its name begins with ``sparse_``. Part of the format."""
     return name.startswith("sparse_")
 
 

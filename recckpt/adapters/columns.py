@@ -33,8 +33,6 @@ _ID_SPEC = SlotSpec("id", "int64", ())
 
 @dataclass(frozen=True)
 class Head:
-    """What other ranks need to know of a rank's part of a table."""
-
     box: Box
     slots: tuple[SlotSpec, ...]
     is_delta: bool
@@ -74,14 +72,14 @@ class _Exchange:
         ]
         self._is_delta = any(head.is_delta for heads in of_ranks for head in heads)
         widest = max((len(head.box.columns) for heads in of_ranks for head in heads), default=1)
-        self._limit = window_bytes // max(1, widest - 1)  # of what one rank sends another at a time
+        self._limit = window_bytes // max(1, widest - 1)  # bytes that one rank sends another at a time
 
     def agree(self) -> None:
         own = [source.bits() for source, _ in self._tables]
         union = [bits.copy() for bits in own]
         if self._is_delta:
             size, here = self._meetings.size, self._meetings.rank
-            # The tables of which another rank has columns of the same rows as this one.
+            # For each rank the tables of which it has columns of the same rows as this rank.
             shared = [
                 [n for n, (_, heads) in enumerate(self._tables) if rank != here and rank in heads]
                 for rank in range(size)
@@ -193,7 +191,7 @@ class ColumnRows(RowsInParts):
         self.name, self.box, self.parts = snapshot.name, box, snapshot.slots
         self.slots = tuple(whole_spec(spec, box) for spec in snapshot.slots)
         self._snapshot, self._changed = snapshot, changed
-        # Which rows of the box are saved, None for all; and by slots the whole rows of the share of this rank, of shape
+        # The saved rows of the box, None for all; and slot -> whole rows of this rank's share, of shape
         # (rows, bytes of a row).
         self._joining: tuple[Int64s | None, Mapping[str, Bytes]] | None = None
         self._whole: StillTable | None = None
@@ -244,7 +242,6 @@ class ColumnRows(RowsInParts):
         return [targets[spec.name] for spec in self.parts]
 
     def take(self, part: int, begin: int, end: int, values: Sequence[Bytes]) -> None:
-        """Put a part's columns, slot by slot, into rows that this rank saves."""
         for spec, some in zip(self.parts, values, strict=True):
             first, last = place_in_row(spec, self.box, part)
             self._joined[1][spec.name][begin:end, first:last] = some.reshape(end - begin, last - first)
@@ -269,7 +266,6 @@ class ColumnRows(RowsInParts):
 
     @property
     def n_all(self) -> int:
-        """Number of rows in its share, unchanged ones included."""
         begin, end = self.box.own_rows
         return end - begin
 
@@ -310,7 +306,5 @@ class ColumnRows(RowsInParts):
 
 
 class AttachedColumns(AttachedTable):
-    """A live table of which this rank has some columns."""
-
     def source(self, rows: Snapshot) -> TableSource:
         return ColumnRows(rows, self.rows.box)

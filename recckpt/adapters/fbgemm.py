@@ -37,9 +37,9 @@ _SLOTS: Mapping[str, Sequence[str]] = {  # in the order in which the kernel give
 _PREV_ITER, _ROW_COUNTER = "sparse_fbgemm_prev_iter", "sparse_fbgemm_row_counter"
 _SETTINGS = ("eps", "weight_decay")  # beside the learning rate; betas of those that have moments
 _WITH_BETAS = ("adam", "lamb")
-# What changes rows beside backward passes: all of these may change any row, and do not say which.
+# Methods beside backward passes that may change any row, and do not say which.
 _WRITERS = ("ema_inplace", "ensemble_and_swap", "init_embedding_weights_uniform")
-_RESET = "reset_embedding_weight_momentum"  # of rows that have other ids now, which its caller writes next
+_RESET = "reset_embedding_weight_momentum"  # for rows with new ids, which its caller writes next
 # For ``is_a``: what holds its tables in memory; what keeps them on an SSD, or as keys and values; what keeps rows that
 # come and go in hash tables of its own.
 KERNEL = "fbgemm_gpu.split_table_batched_embeddings_ops_training", "SplitTableBatchedEmbeddingBagsCodegen"

@@ -175,7 +175,6 @@ class KeyedTarget(OwnTarget):
         return super().write_present(ids, values)
 
     def _begin_with_own(self) -> None:
-        """Collect the present rows, unless that is done or they were cleared."""
         if not self._is_begun:
             store = self._attached.store
             ids = store.placed().ids
@@ -205,8 +204,6 @@ def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
 
 
 class AttachedKeyedTable(AttachedTable):
-    """A keyed live table as a saver attaches it."""
-
     is_by_id, target_type = True, KeyedTarget
     live: KeyedLiveTable
 
@@ -232,13 +229,6 @@ class AttachedKeyedTable(AttachedTable):
     def has_all_of(self, n_rows: int) -> bool:
         """Say whether all ids and rows are still as the last load found them in a checkpoint."""
         return self._is_as_loaded
-
-    def embeddings(self) -> Tensor:
-        return self.store.columns[EMBEDDING].blocks[0]
-
-    @property
-    def slots(self) -> Mapping[str, Tensor]:
-        return {name: column.blocks[0] for name, column in self.store.columns.items() if name != EMBEDDING}
 
     def write(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
         """Write slots of the rows of ids; LiveTableError if an id has no row, or a slot belongs to ids, not rows."""

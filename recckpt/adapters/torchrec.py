@@ -53,10 +53,10 @@ _COLLIDING = "torchrec.distributed.mc_embedding_modules", "BaseShardedManagedCol
 @dataclass(frozen=True)
 class Collection:
     module: Any  # the collection
-    path: str  # of it in the model, without wrappers
+    path: str  # in the model, without wrappers
     is_sharded: bool  # whether its tables are spread over ranks
-    refusal: str | None = None  # why none of its tables can be a live one, None where they can
-    # what maps raw ids to the rows of each table on this rank, by table; none where ids are rows
+    refusal: str | None = None  # why its tables cannot be live; None if they can
+    # table -> what maps its raw ids to rows on this rank; {} if ids are rows
     collisions: Mapping[str, Collision] = field(default_factory=dict)
 
     @property
@@ -76,7 +76,6 @@ class Collection:
             yield from ((owner, owner._config.embedding_tables) for owner in inner._emb_modules)
 
     def sharding_of(self, table: str) -> str | None:
-        """Return how a table is sharded; None if it is not."""
         return str(self.module.module_sharding_plan[table].sharding_type) if self.is_sharded else None
 
     def module_of(self, table: str) -> Any:

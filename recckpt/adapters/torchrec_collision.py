@@ -94,7 +94,6 @@ class CollisionMap:
             )
 
     def read(self) -> IdMap:
-        """Return the present ids, with their rows of the shard."""
         ids = self._buffer(_IDS)
         n_ids = int(torch.searchsorted(ids, torch.tensor([_EMPTY], device=ids.device)))
         rows = self._buffer(_ROWS)[:n_ids].clone()
@@ -242,7 +241,7 @@ class UnassignedTable(_OfSharedRows):
 @dataclass(frozen=True)
 class Collision:
     module: Any  # the module
-    path: str  # of it in the model
+    path: str  # in the model
 
 
 def collisions_of(model: nn.Module) -> dict[int, Collision]:

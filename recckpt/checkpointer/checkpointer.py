@@ -52,7 +52,7 @@ class Checkpointer(OneProcess):
     def save(
         self, state_dict: dict[str, Any], path: str | os.PathLike[str], **kwargs: Any
     ) -> tuple[Future[None], Future[None]] | None:
-        """Save a state, over an older one of the same path, whole or not at all. Collective among several ranks.
+        """Save a state, replacing one at the same path, completely or not at all. Collective among several ranks.
 
         Args:
             state_dict: a dict of tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these.
@@ -60,7 +60,7 @@ class Checkpointer(OneProcess):
             kwargs: passed to the stager and to the commit hook.
 
         Returns:
-            None when all is written, or two futures: of the copy, after which the state may change, and of the write.
+            None once all is written, or two futures: of the copy, after which the state may change, and of the write.
 
         Raises:
             TypeError, ValueError: the state or path cannot be saved.
@@ -79,10 +79,10 @@ class Checkpointer(OneProcess):
 
         Args:
             path: where it was saved.
-            state_dict: what to fill: its tensors in place, its other values replaced, and what is None taken whole;
-                None for all that is saved.
-            default_map_location: where tensors go that are not filled in place; as ``torch.load`` takes it.
-            strict: raise where keys of ``state_dict`` are missing; they stay as they are otherwise.
+            state_dict: what to fill: tensors in place, other values replaced, None entries taken as saved;
+                None for everything saved.
+            default_map_location: device of tensors that are not filled in place; as for ``torch.load``.
+            strict: raise if keys of ``state_dict`` are missing; otherwise they stay unchanged.
 
         Returns:
             ``state_dict``, or a new dict.
@@ -104,7 +104,7 @@ class Checkpointer(OneProcess):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is in flight, raise its error if it was not seen yet, and free everything."""
+        """Wait for the running save, raise its error if it was not seen yet, and free everything."""
 
 
 class SyncCheckpointer(Checkpointer):
@@ -137,9 +137,9 @@ class SyncCheckpointer(Checkpointer):
 class AsyncCheckpointer(Checkpointer):
     """Copies the state in :meth:`save` and writes it in a process of its own; see :class:`Checkpointer`.
 
-    A save waits for the one before. Each error is raised once: by the future of the write to whoever asks it, else
-    by the next :meth:`save` (which then saves nothing) or :meth:`close`, else it is printed when the interpreter
-    ends, which waits for the write in flight. After an error the next save works.
+    A save waits for the previous one. Each error is raised once: by the future of the write if it is asked, else
+    by the next :meth:`save` (which then saves nothing) or :meth:`close`; else it is printed when the interpreter
+    ends, which waits for the running write. After an error the next save works.
 
     Args:
         checkpoint_stager: copies the state.
@@ -226,13 +226,13 @@ def make_sync_checkpointer(
     """Return a checkpointer whose ``save`` returns when all is written.
 
     Args:
-        rank_info: this rank; that of ``torch.distributed``, or one alone, where it is not given.
+        rank_info: this rank; None for that of ``torch.distributed``, else a single rank.
         commit_hook: called before and after each commit.
         barrier_timeout_sec: how long a rank waits for the others, at each of three barriers, before all raise.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: ``rank_info`` speaks of several ranks, and ``torch.distributed`` does not know them; or
+        ValueError: ``rank_info`` has several ranks that ``torch.distributed`` does not know, or
             ``barrier_timeout_sec`` is not a number above 0.
     """
     rank_info, barrier = _rank_and_barrier(rank_info, commit_hook, barrier_timeout_sec)
@@ -254,16 +254,16 @@ def make_async_checkpointer(
 
     Args:
         rank_info: as in :func:`make_sync_checkpointer`.
-        commit_hook: called in the writer process before and after each commit, so defined in a module.
+        commit_hook: called in the writer process before and after each commit; must be defined in a module.
         barrier_timeout_sec: as in :func:`make_sync_checkpointer`.
         subprocess_init_fn: called first in every writer process, to set up what the hook needs.
         subprocess_init_args: its arguments.
         start_timeout_sec: how long a writer process may take to be ready.
-        close_timeout_sec: how long it may take to end, once nothing is left to write, before it is killed.
+        close_timeout_sec: how long it may take to end, after the last write, before it is killed.
 
     Raises:
-        TypeError: an argument is of another type, or the function does not take its arguments.
-        ValueError: as in :func:`make_sync_checkpointer`, or what the process gets cannot be sent to it.
+        TypeError: an argument has a wrong type, or the function does not take its arguments.
+        ValueError: as in :func:`make_sync_checkpointer`, or an argument cannot be sent to the process.
     """
     rank_info, barrier = _rank_and_barrier(rank_info, commit_hook, barrier_timeout_sec)
     process = CheckpointProcess(
@@ -281,7 +281,6 @@ def make_async_checkpointer(
 def _rank_and_barrier(
     rank_info: RankInfo | None, commit_hook: WriterHook | None, timeout_sec: float
 ) -> tuple[RankInfo, Barrier]:
-    """Check the arguments common to all checkpointers, and return rank and barrier."""
     if not isinstance(rank_info, RankInfo | None):
         raise TypeError(f"rank_info must be a RankInfo or None, found {rank_info!r}; such as RankInfo(0, 1)")
     if not isinstance(commit_hook, WriterHook | None):

@@ -87,17 +87,17 @@ class RemoteTracebackError(Exception):
 class CheckpointProcess:
     """A process of its own that writes staged state, so that training shares neither its memory nor its lock.
 
-    It is spawned here and ready long before the first save. If it dies, what it was writing fails, and another one
-    is spawned. Not thread-safe.
+    It is spawned immediately, so that it is ready long before the first save. If it dies, its write fails, and another
+    one is spawned. Not thread-safe.
 
     Args:
         rank_info: this rank.
-        barrier: where several ranks agree; this process waits there, in a thread.
-        commit_hook: called in the writer process; pickled, so defined in a module.
+        barrier: where several ranks agree; this process waits for it, in a thread.
+        commit_hook: called in the writer process; pickled, so it must be defined in a module.
         subprocess_init_fn: called first in every writer process, to set up what its hook needs; pickled as well.
         subprocess_init_args: its arguments.
         start_timeout_sec: how long a writer process may take to be ready.
-        close_timeout_sec: how long it may take to end, once nothing is left to write, before it is killed.
+        close_timeout_sec: how long it may take to end, after the last write, before it is killed.
 
     Raises:
         TypeError: the function does not take its arguments, or is not a function.
@@ -129,7 +129,7 @@ class CheckpointProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the writer process, if there is one."""
+        """Process id of the writer process; None if there is none."""
         return self._children[0].pid if self._children else None
 
     def begin(self) -> None:
@@ -147,7 +147,7 @@ class CheckpointProcess:
         self._barrier.refuse(reason)
 
     def write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> SaveFuture:
-        """Write in the background what has been staged, in the save that has begun; ``kwargs`` is pickled."""
+        """Write the staged state in the background, in the save that has begun; ``kwargs`` is pickled."""
 
         def work() -> None:
             begin = time.perf_counter()
@@ -160,7 +160,7 @@ class CheckpointProcess:
         return outcome
 
     def close(self) -> None:
-        """Wait for the write in flight, then let the process end."""
+        """Wait for the running write, then let the process end."""
         self._writes.finish()
         self._end()
 

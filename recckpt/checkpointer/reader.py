@@ -269,7 +269,6 @@ class StoredState:
 
 
 def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors of a tree, each once."""
     if isinstance(tree, Tensor):
         yield tree
     elif (isinstance(tree, dict | list) or type(tree) is tuple) and id(tree) not in seen:

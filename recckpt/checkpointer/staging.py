@@ -191,9 +191,9 @@ class CheckpointStager(ABC):
 
     @abstractmethod
     def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
-        """Return a copy of the state as it is now, or a future of it.
+        """Return a copy of the present state, or a future of it.
 
-        The copy before may be overwritten: one is staged only after the one before has been written.
+        It may overwrite the previous copy, which has been written by then.
 
         Args:
             state_dict: as :meth:`Checkpointer.save` takes it.
@@ -208,8 +208,8 @@ class CheckpointStager(ABC):
 class SharedMemoryStager(CheckpointStager):
     """Copies tensors into one block of shared memory that the writer process maps.
 
-    Tensors in the memory of this machine are copied before :meth:`stage` returns. Those on CUDA devices are copied
-    by the devices, behind what is enqueued and before what comes next on the current stream; the future ends then.
+    Tensors in host memory are copied before :meth:`stage` returns. Those on CUDA devices are copied
+    by the devices, after what is enqueued and before what comes next on the current stream; then the future is done.
     Not thread-safe.
     """
 
@@ -221,10 +221,10 @@ class SharedMemoryStager(CheckpointStager):
         self._waits = InOrder("recckpt-stage")
 
     def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
-        """Return a copy of the state; a future where it comes from a CUDA device.
+        """Return a copy of the state; a future if it is on a CUDA device.
 
         Raises:
-            TypeError, ValueError: there is something in it that cannot be loaded back safely.
+            TypeError, ValueError: something in it could not be loaded back safely.
             RuntimeError: the stager is closed.
         """
         if self._arena is None:
@@ -257,7 +257,7 @@ class SharedMemoryStager(CheckpointStager):
         return copied
 
     def close(self) -> None:
-        """Wait for the devices and release the memory; a write that still needs it keeps it."""
+        """Wait for the devices and release the memory; a running write keeps it."""
         self._waits.finish()
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")

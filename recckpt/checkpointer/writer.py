@@ -69,7 +69,7 @@ class WriterHook(ABC):
 
     @abstractmethod
     def pre_commit(self, path: str, **kwargs: Any) -> None:
-        """Act once the bytes of this rank are durable but not yet visible. An error drops the save, on all ranks.
+        """Act when this rank's bytes are durable but not yet visible. An error drops the save on all ranks.
 
         Args:
             path: the directory of the checkpoint, absolute or a URL.
@@ -78,7 +78,7 @@ class WriterHook(ABC):
 
     @abstractmethod
     def post_commit(self, path: str, **kwargs: Any) -> None:
-        """Act once the files of all ranks are in place. An error is raised on all ranks, and the files stay."""
+        """Act when the files of all ranks are in place. An error is raised on all ranks, and the files stay."""
 
 
 class PartlyCommittedError(SaveFailedError):
@@ -156,7 +156,6 @@ class StoreBarrier(Barrier):
             raise RankFailedError(*json.loads(answer))
 
     def refuse(self, reason: str) -> None:
-        """Tell the others, also those that come later."""
         try:
             self._decide(self._next_place(), self._rank, reason)
         except RuntimeError:  # they will notice by themselves; this rank has its own error to raise
@@ -195,7 +194,7 @@ class CheckpointWriter:
         rank_info: this rank.
         barrier: where several ranks agree; None for one rank.
         commit_hook: called before and after the commit.
-        proceed: called before every few megabytes; raises where the save is to be dropped.
+        proceed: called before every few megabytes; raises to drop the save.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class CheckpointWriter:
         self._proceed = proceed
 
     def write(self, path: str | os.PathLike[str], state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """Save a state dict. Collective where there is a barrier.
+        """Save a state dict. Collective if there is a barrier.
 
         Args:
             path: the directory of the checkpoint, or its URL.
@@ -218,7 +217,7 @@ class CheckpointWriter:
             kwargs: passed to the hook.
 
         Raises:
-            TypeError, ValueError: there is something in ``state_dict`` that cannot be loaded back safely.
+            TypeError, ValueError: something in ``state_dict`` could not be loaded back safely.
             SaveFailedError: writing failed, here or on another rank; the cause is chained.
         """
         from recckpt.checkpointer.staging import pack
@@ -270,7 +269,6 @@ class CheckpointWriter:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one text, for other ranks and for messages."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

@@ -157,7 +157,6 @@ def _lines_of_import(done: ImportPlan, output_dir: str) -> Iterator[Line]:
 
 
 def _value(item: tuple[str, Any]) -> str:
-    """Return the name of a value, and how many tensors are inside it."""
     n_tensors = _tensors_in(item[1])
     return escaped(item[0]) + (f" (with {plural(n_tensors, 'tensor')} inside)" if n_tensors else "")
 

@@ -38,7 +38,6 @@ def source_at(path: str) -> SourceReader | None:
 
 
 def reader_at(path: str) -> CheckpointReader | SourceReader:
-    """Open the checkpoint at a path, or what another program saved there."""
     from recckpt.inspect.reader import CheckpointReader
 
     try:

@@ -195,7 +195,6 @@ def run_sql(args: argparse.Namespace) -> CommandResult:
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Run all statements, and return the columns and rows of the last."""
     import duckdb
 
     statements = duckdb.extract_statements(query)
@@ -204,7 +203,7 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str
     *before, last = statements
     for statement in before:
         connection.execute(statement)
-    kinds: list[tuple[str, str]] = []  # of no query, or of a wrong one
+    kinds: list[tuple[str, str]] = []  # stays so if it is not a query, or a wrong one
     with suppress(duckdb.Error):
         described = connection.execute(f"describe {last.query}").fetchall()
         kinds = [(name, kind) for name, kind, *_ in described]

@@ -69,7 +69,6 @@ def run_show(args: argparse.Namespace) -> CommandResult:
 
 
 def contents_of(source: SourceReader) -> CommandResult:
-    """Describe a source, and what an import would leave out."""
     contents = source.contents
     tables = [_described(table.name, table.n_rows, table.row_bytes, table.slots) for table in contents.tables]
     tensors = [

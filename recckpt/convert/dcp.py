@@ -48,8 +48,6 @@ _CLASSES = {
 
 
 class StoredChunk(NamedTuple):
-    """A piece of a tensor, or the bytes of a value, and where it is stored."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -150,7 +148,6 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
 
 
 def read_tensors(files: SourceFiles) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
-    """Return the tensors, whose values are read later, and the plain values."""
     pieces, tensors, values = _Pieces(files), dict[str, SourceTensor](), dict[str, Any]()
     for name, dtype, shape, boxes in _read_metadata(files):
         if not dtype:

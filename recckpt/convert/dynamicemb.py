@@ -66,7 +66,7 @@ class DumpedTable:
     files: Mapping[str, Sequence[str]]
     n_rows: Sequence[int]  # of each rank
     widths: Mapping[str, int]  # values a row of each of ``files`` but the keys
-    settings: Mapping[str, Any]  # of the optimizer; empty where it has not been dumped
+    settings: Mapping[str, Any]  # of the optimizer; {} if they were not dumped
     counters: Sequence[str]  # files with the counts of keys that are not admitted yet
 
     @property
@@ -123,7 +123,7 @@ def _by_slot(table: DumpedTable, columns: Mapping[str, Array]) -> dict[str, Arra
     kind, dim = table.optimizer, table.widths[_VALUES]
     values = {EMBEDDING: columns[_VALUES]}
     for n, slot in enumerate(_SLOTS.get(kind, ())):
-        states = columns[_STATES]  # of row-wise sums the first value, where rows were padded
+        states = columns[_STATES]  # row-wise sums are the first value, as rows may be padded
         values[slot] = states[:, 0] if kind == _ROWWISE else states[:, n * dim : (n + 1) * dim]
     if _SCORES in columns:
         scores = columns[_SCORES]
@@ -132,7 +132,6 @@ def _by_slot(table: DumpedTable, columns: Mapping[str, Array]) -> dict[str, Arra
 
 
 def _listed(table: DumpedTable, left: list[LeftOut]) -> SourceTable:
-    """Return a table with its slots; list what does not become one."""
     dim, name, kind = table.widths[_VALUES], f"table {table.name}", table.optimizer
     slots = [SlotSpec(EMBEDDING, "float32", (dim,))]
     slots += [SlotSpec(slot, "float32", () if kind == _ROWWISE else (dim,)) for slot in _SLOTS.get(kind, ())]
@@ -191,7 +190,6 @@ def _dumped_tables(files: SourceFiles) -> Iterator[DumpedTable]:
 
 
 def _of_all_ranks(files: SourceFiles, table: str, item: str, of_ranks: Mapping[int, str], sizes: set[int]) -> list[str]:
-    """Return the file of each rank; ConversionError if one is missing, or there are files of two dumps."""
     where = f"table {table!r}, its {item}"
     if len(sizes) > 1:
         found = f"files of dumps of {' and of '.join(map(str, sorted(sizes)))} ranks"
@@ -239,7 +237,6 @@ def _width(files: SourceFiles, paths: Sequence[str], n_rows: Sequence[int], item
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write keys, values, scores, and optimizer states with their settings if dynamicemb has the optimizer."""
     left = export.no_dense("a dump of dynamicemb is for rows; use dcp")
     needs_state = any(_kind_of(table) for table in export.tables)
     scalars = export.state(layout.EXTRA).get(layout.SPARSE_OPTIM, {}) if needs_state else {}

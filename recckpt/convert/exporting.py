@@ -170,7 +170,7 @@ def _opened_damaged(
     tensors = whole_tensors(chain.files, checkpoint, skipped, read=with_tensors)
     metadata = _metadata(storage, checkpoint) | {"skipped": [asdict(each) for each in skipped]}
 
-    def load_whole(name: str) -> dict[str, Any]:  # an empty one where it is damaged
+    def load_whole(name: str) -> dict[str, Any]:  # {} if it is damaged
         try:
             with lost_is_damage(layout.join(checkpoint.directory, name)):
                 return chain.state(name, is_mapped=False)

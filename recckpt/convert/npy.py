@@ -111,7 +111,6 @@ def _array(files: SourceFiles, name: str, opened: Callable[[], BinaryIO]) -> Sou
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write a directory a table, ready for faiss, hnswlib and usearch; an increment's deleted ids beside it."""
     for table in export.tables:
         specs = (ID_SPEC, *table.slots)
         with ExitStack() as stack:

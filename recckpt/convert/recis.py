@@ -61,7 +61,6 @@ class TableSlice:
 
 
 def recognises(files: SourceFiles) -> bool:
-    """Say whether these are files of a checkpoint, or of an output dir with several."""
     names = {name.rpartition("/")[2] for name in files.names}
     return bool({_INDEX, _TENSOR_KEYS} & names) and any(map(_SHARD.fullmatch, files.names))
 
@@ -236,7 +235,6 @@ def _check_rows(url: str, where: str, own: Mapping[str, SourceTensor], first: Ma
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write ``ckpt_<step>`` and the index file of the output dir."""
     left = [LeftOut("random generators", "RecIS saves none")]
     directory = layout.step_id(export.checkpoint["step"] or 0)
     tensors: list[FileTensor] = []

@@ -25,7 +25,7 @@ class Rule:
     slots: Mapping[str, str]  # names of its slots in RecIS -> here, in the order of the optimizer here
     # whether it keeps one value a row, of shape (1,) in RecIS and () here, and counts steps by table
     is_row_wise: bool = False
-    beta_dtype: type[np.floating[Any]] | None = None  # in which RecIS saves its betas; None where it has none
+    beta_dtype: type[np.floating[Any]] | None = None  # dtype of its betas in RecIS; None without betas
 
     @property
     def here(self) -> tuple[str, ...]:

@@ -26,8 +26,6 @@ _RANGE_BYTES = 32 << 20  # of rows that are put in order at once
 
 
 class _SortedRun(NamedTuple):
-    """One sorted run: hashes, ids and slots, mapped from the file."""
-
     hashes: Hashes
     columns: Sequence[npt.NDArray[np.void]]  # ids first
 

@@ -115,8 +115,6 @@ def _are_counts(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to write, and its bytes in pieces."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]

@@ -105,12 +105,12 @@ class SourceContents:
     dense: tuple[SourceTensor, ...] = ()  # tensors of the model
     values: Mapping[str, Any] = field(default_factory=dict)  # plain values beside them, which go to ``model.pt``
     extra: Mapping[str, Any] = field(default_factory=dict)  # states of registered objects
-    io_state: Sequence[Mapping[str, Any]] = ()  # positions in the data, one dict a rank; () where it has none
+    io_state: Sequence[Mapping[str, Any]] = ()  # positions in the data, one dict a rank
     # ``parameter@optimizer`` of the optimizers among the registered objects that name their parameters
     dense_opt: Sequence[str] = ()
-    lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of those whose class is known
-    step: int | None = None  # None where it does not say
-    left_out: tuple[LeftOut, ...] = ()  # all that has no counterpart, or changes its form
+    lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # optimizer -> its class and bases
+    step: int | None = None  # None if unknown
+    left_out: tuple[LeftOut, ...] = ()  # what is left out, or changes its form
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class ImportSource:
     """An open source; all that can be checked without reading its rows has been."""
 
     contents: SourceContents  # what it holds
-    # yields all rows of a table, in any order, some megabytes at a time; each file is closed once it is read.
-    # ConversionError where a value is not what the source says.
+    # yields all rows of a table in any order, some megabytes at a time, and closes each file once it is read;
+    # ConversionError if a value does not match the contents
     rows: Callable[[SourceTable], Iterator[SourceRows]]
 
 

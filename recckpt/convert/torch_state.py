@@ -92,8 +92,6 @@ def _holds_tensors(value: Any) -> bool:
 
 @dataclass
 class PlacedStates:
-    """Where the states of optimizers go; filled step by step."""
-
     extra: dict[str, Any]  # registered objects; dense optimizers with their parameters' names
     slots: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)  # table -> slot -> the tensor of it
     steps: dict[str, dict[str, int]] = field(default_factory=dict)  # table -> its state in the sparse optimizer

@@ -31,13 +31,13 @@ Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # of these slots
 class TableView:
     name: str  # of the table
     stored: tuple[SlotSpec, ...]  # the slots that are exported, as they are in the checkpoint
-    n_stored: int | None  # rows of the table, before they are filtered
+    n_stored: int | None  # rows of the table before filtering; None if unknown
     batches: Batches  # reads slots of it
     where: RowFilter  # which rows
-    dtype: str | None  # of the vectors; None as they are
+    dtype: str | None  # to which vectors are converted; None keeps theirs
     filtered: Mapping[str, SlotSpec]  # slots that the filter looks at
-    replaced: bool = False  # of an increment: whether these are all rows of the table, and nothing older counts
-    # of an increment: yields the ids that were deleted; None of what is no increment
+    replaced: bool = False  # for an increment: whether these are all rows, which replace older ones
+    # for an increment: yields the deleted ids; else None
     deletes: Callable[[], Iterator[Int64s]] | None = None
 
     @property
@@ -129,11 +129,11 @@ class DenseView:
 class Export:
     tables: Sequence[TableView]  # in the order of the checkpoint
     tensors: DenseTensors  # the dense ones, as they are in the checkpoint
-    dtype: str | None  # of vectors and of tensors of floats; None as they are, int8 for vectors alone
+    dtype: str | None  # for vectors and tensors of floats (int8: only vectors); None keeps theirs
     checkpoint: Mapping[str, Any]  # its id, step and url, for the metadata
     n_shards: int  # of the checkpoint
-    # returns the dict in a ``.pt`` file, by torch; empty where the checkpoint has no such file
-    load: Callable[[str], dict[str, Any]]
+    # returns a new dict, of a ``.pt`` file read by torch; {} if the checkpoint has no such file
+    state: Callable[[str], dict[str, Any]]
 
     def metadata(self) -> dict[str, Any]:
         return {**self.checkpoint, "tables": {table.name: table.description() for table in self.tables}}
@@ -155,9 +155,6 @@ class Export:
             spec = SlotSpec(tensor.name, tensor.dtype, piece.shape[1:])
             result[begin : begin + _PIECE] = narrowed(piece, spec, dtype, f"tensor {tensor.name!r}")[0][0][0]
         return result.reshape(tensor.shape)
-
-    def state(self, name: str) -> dict[str, Any]:
-        return dict(self.load(name))
 
     def no_dense(self, what: str) -> list[LeftOut]:
         """List the dense tensors, for a format that cannot hold them."""

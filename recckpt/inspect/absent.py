@@ -103,7 +103,7 @@ def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[s
             return inside, [*directories, ""]
         if not inside.why_empty() and counted_back(parent, directory) is None:
             raise CheckpointNotFoundError(f"{inside.url}: found no checkpoint")
-    checkpoints = find_checkpoints(path)  # CheckpointNotFoundError where it is nothing of ours
+    checkpoints = find_checkpoints(path)  # CheckpointNotFoundError if it is none of ours
     record = _manifest(checkpoints.storage, checkpoints.directories[0])
     if record is None or (record.kind == "delta" and len(checkpoints.directories) == 1):
         where = layout.join(checkpoints.directories[0], layout.MANIFEST)

@@ -45,23 +45,23 @@ class Side:
     path: str  # its own path or URL
     ckpt_id: str
     kind: str  # ``"full"`` or ``"delta"``
-    step: int | None  # global step, None where the saver did not count
+    step: int | None  # global step; None if the saver counts none
     rows: int  # of all tables
-    n_links: int  # what its rows were read from: 1 of a full checkpoint
-    # how its tables were not saved as they were, by ``Choose``: it lacks rows and
-    # slots that the run had
+    n_links: int  # checkpoints in its chain; 1 for a full one
+    # how ``Choose`` reduced its tables: which rows and slots of the run it lacks
+
     reduced: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class SlotDiff:
     name: str
-    before: str | None  # dtype and shape, such as ``float32[16]``; None where it is not there
+    before: str | None  # dtype and shape, such as ``float32[16]``; None if absent
     after: str | None  # the same on the other side
-    # rows of which a value differs by more than the tolerance; None where shapes differ or one side has no such slot
+    # rows with a value that differs by more than the tolerance; None if shapes differ or one side lacks the slot
     changed: int | None
-    l2: Spread | None  # Euclidean distance, in the slot's own unit, of the rows that changed; None where none did
-    cosine: Spread | None  # cosine distance, 0 to 2, of those of them that have one: not of scalars and rows of zeros
+    l2: Spread | None  # Euclidean distances of changed rows, in the slot's unit; None without changes
+    cosine: Spread | None  # cosine distances, 0 to 2, of changed rows; scalars and rows of zeros have none
 
     @property
     def is_same(self) -> bool:
@@ -71,22 +71,22 @@ class SlotDiff:
 @dataclass(frozen=True)
 class MovedRow:
     id: int
-    l2: float  # how far its embedding moved; NaN or infinite where a value is
-    cosine: float  # cosine distance; NaN where there is none
+    l2: float  # how far its embedding moved; NaN or infinite if a value is
+    cosine: float  # cosine distance; NaN if it has none
 
 
 @dataclass(frozen=True)
 class TableDiff:
     name: str
     status: Status  # what became of it
-    rows_before: int | None  # None where it is not there
-    rows_after: int | None  # None where it is not there
+    rows_before: int | None  # None if absent
+    rows_after: int | None  # None if absent
     added: int  # ids that only the later has
     gone: int  # ids that only the earlier has
-    changed: int  # ids in both, of which a value of a slot that can be compared differs by more than the tolerance
-    same: int  # ids in both of which none does
+    changed: int  # ids in both with a value that differs by more than the tolerance, in a comparable slot
+    same: int  # other ids in both
     slots: tuple[SlotDiff, ...]  # those of both sides
-    # rows whose embeddings moved most, farthest first, those that became NaN or infinite before all others
+    # rows whose embeddings moved most, farthest first; those that became NaN or infinite come before all others
     moved: tuple[MovedRow, ...]
 
 
@@ -95,13 +95,13 @@ class TensorDiff:
     name: str
     of: str  # ``"model"``, or ``"extra"``: of a registered object, sharded over ranks
     status: Status  # what became of it
-    before: str | None  # dtype and shape; None where it is not there
+    before: str | None  # dtype and shape; None if absent
     after: str | None  # the same on the other side
-    # norm of the change over the norm before, without what is not finite and stays; infinite where that was 0; None
-    # where shapes differ
+    # norm of the change over the norm before, without non-finite values that stayed; infinite if that norm was 0;
+    # None if shapes differ
     relative: float | None = None
     largest: float | None = None  # the largest difference of a single value; NaN where a NaN came or went
-    at: tuple[int, ...] | None = None  # where that is
+    at: tuple[int, ...] | None = None  # its index
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class CheckpointDiff:
 
     before: Side  # the one side
     after: Side  # the other
-    tolerance: float  # differences of single values up to this count as none
+    tolerance: float  # smaller differences of single values are ignored
     tables: tuple[TableDiff, ...]  # all tables of both, by name
     tensors: tuple[TensorDiff, ...]  # all dense tensors of both
     values: tuple[ValueDiff, ...]  # training state, and names of all else

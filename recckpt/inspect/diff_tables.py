@@ -22,19 +22,19 @@ from recckpt.sparse.files.table_reader import TableReader
 from recckpt.types import EMBEDDING, SlotSpec
 
 _BUDGET_BYTES = 256 << 20  # for rows, of all threads
-_RANGE_BYTES = 64 << 20  # of each link, that are compared at once where they lie in maps
-_CHUNK_BYTES = 1 << 20  # of a slot, that are checked and compared at once: they stay in the caches of a core
-_LEAST_ROWS = 1 << 10  # of a chunk that is cut where batches end
-_FEW = 0.5  # of the rows: where more have changed, to look for them by their bytes takes longer than it saves
-_SLICE_ROWS = 1 << 20  # of a table, worth a thread
-_MAPPED_THREADS = 2  # of files in memory: the batches of more drive each other out of the caches
+_RANGE_BYTES = 64 << 20  # compared at once of each link, if links are mapped
+_CHUNK_BYTES = 1 << 20  # of a slot, checked and compared at once within the caches of a core
+_LEAST_ROWS = 1 << 10  # mean rows between the ends of batches for chunks to end there
+_FEW = 0.5  # share of changed rows up to which comparing bytes first saves time
+_SLICE_ROWS = 1 << 20  # rows of a table that are worth a thread
+_MAPPED_THREADS = 2  # for mapped files: batches of more threads evict each other from the caches
 
 Advance = Callable[[int], object]
 Pair = tuple[SlotSpec, SlotSpec]  # a slot, before and after
 Pairing = tuple[Int64s, Int64s]  # rows of both sides that have the same ids
 Bytes = npt.NDArray[np.void]
-Column = Callable[[int, Bytes | None], Bytes]  # of the rows of one side, by its number there
-Columns = Callable[[int], tuple[Bytes, Bytes]]  # of both sides, by its number before
+Column = Callable[[int, Bytes | None], Bytes]  # column number on one side, memory -> its values
+Columns = Callable[[int], tuple[Bytes, Bytes]]  # column number before -> its values on both sides
 
 
 def compare_table(
@@ -99,8 +99,6 @@ class _Room:
 
 
 class BucketDiff:
-    """Differences in some buckets of a table."""
-
     def __init__(self, pairs: Sequence[Pair], tolerance: float, top: int) -> None:
         self._pairs = pairs
         self._comparers = {pair[0].name: SlotComparer(*pair, tolerance) for pair in pairs}
@@ -133,7 +131,7 @@ class BucketDiff:
                 self.n_rows[number] += len(side.hashes)
                 advance(len(side.hashes) * sum(slot.row_bytes for slot in columns[number]))
             rows = both
-            if has_bytes and few_changed:  # only those of which any byte differs
+            if has_bytes and few_changed:  # compare only rows in which a byte differs
                 differs = np.zeros(n_both, np.bool_)
                 for chunk, column in room.chunks(sides, both):
                     for number, comparer in enumerate(self._comparers.values(), start=1):
@@ -149,15 +147,15 @@ class BucketDiff:
         ids = column(0)[0].view(np.int64)
         changed = np.zeros(len(ids), np.bool_)
         for number, (name, comparer) in enumerate(self._comparers.items(), start=1):
-            moves = comparer.moves(*column(number))
-            if not len(moves.rows):
+            rows, l2, cosine = comparer.moves(*column(number))
+            if not len(rows):
                 continue
-            changed[moves.rows] = True
-            self.changed[name] += len(moves.rows)
-            self.l2[name].add(moves.l2)
-            self.cosine[name].add(moves.cosine[~np.isnan(moves.cosine)])
+            changed[rows] = True
+            self.changed[name] += len(rows)
+            self.l2[name].add(l2)
+            self.cosine[name].add(cosine[~np.isnan(cosine)])
             if name == EMBEDDING and self._top:
-                self._keep_top(ids[moves.rows], moves.l2, moves.cosine)
+                self._keep_top(ids[rows], l2, cosine)
         self.n_changed += int(np.count_nonzero(changed))
 
     def _keep_top(self, ids: Int64s, l2: Floats, cosine: Floats) -> None:

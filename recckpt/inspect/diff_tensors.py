@@ -110,7 +110,6 @@ def _wide(values: Array) -> Array:
 
 
 def _is_number(dtype: str) -> bool:
-    """Say whether values of a dtype are read as numbers, not as bits."""
     return dtype == "bfloat16" or NUMPY_DTYPES[dtype].name == dtype
 
 

@@ -5,7 +5,7 @@ Two NaN at the same place are equal. NaN against a number makes the distance NaN
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +15,9 @@ from recckpt.types import SlotSpec
 
 Array = npt.NDArray[Any]
 _SAFE = (1e-30, 1e30)  # squares of float32 within this are as exact as float32 is
-_ACROSS = 1e-2  # the least part of a squared step that is across its row, from where on float32 knows that part
-_LEAST = 1e-30  # sums of squares from this on are as exact as float32 is
-_WITHIN = (1e-240, 1e300)  # what stands for sums that float64 cannot hold either
-
-
-class Moves(NamedTuple):
-    rows: npt.NDArray[np.int64]  # those that have changed, by number
-    l2: Floats  # of each of these
-    # distance of each of these, from 0 to 2; NaN where a side has none: one value, all zeros, or not finite
-    cosine: Floats
+_ACROSS = 1e-2  # least share of a squared step across its row that float32 represents well
+_LEAST = 1e-30  # larger sums of squares are as exact as float32 is
+_WITHIN = (1e-240, 1e300)  # replaces sums that float64 cannot hold either
 
 
 class SlotComparer:
@@ -49,15 +42,18 @@ class SlotComparer:
         rows = np.flatnonzero(flags) // max(1, len(flags) // max(1, len(before)))
         return rows[np.concatenate([[True], rows[1:] != rows[:-1]])] if len(rows) else rows
 
-    def moves(self, before: Array, after: Array) -> Moves:
-        """Return the rows in which a value changed by more than the tolerance, and how far they moved."""
+    def moves(self, before: Array, after: Array) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+        """Return the numbers of the changed rows, beyond the tolerance in a value, and how far each moved.
+
+        L2 and cosine distance; the latter is NaN if a side is a single value, all zeros, or not finite.
+        """
         n_rows = len(before)
         rows = np.arange(n_rows)
         if not self._most_changed and self._before.dtype == self._after.dtype:
             rows = self.differing(before, after)
             before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
         if not len(rows):
-            return Moves(rows, np.empty(0), np.empty(0))
+            return rows, np.empty(0), np.empty(0)
         before, after = numbers(before, self._before), numbers(after, self._after)
         if before.dtype.kind not in "f" or after.dtype != before.dtype or before.dtype == np.float64:
             l2, cosine, largest = _exact(before, after)
@@ -67,9 +63,10 @@ class SlotComparer:
             step = self._steps[: before.size].reshape(before.shape)
             l2, cosine, largest = _quick(before, after, step, want_largest=self._tolerance > 0)
         changed = ~(largest <= self._tolerance) if self._tolerance > 0 else ~(l2 == 0)
-        moves = Moves(rows, l2, cosine) if changed.all() else Moves(rows[changed], l2[changed], cosine[changed])
-        self._most_changed = len(moves.rows) > 0.9 * n_rows
-        return moves
+        if not changed.all():
+            rows, l2, cosine = rows[changed], l2[changed], cosine[changed]
+        self._most_changed = len(rows) > 0.9 * n_rows
+        return rows, l2, cosine
 
 
 def numbers(rows: Array, slot: SlotSpec) -> Array:
@@ -114,7 +111,6 @@ def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> t
 
 
 def _cosine_along(before: Array, after: Array) -> Floats:
-    """Return cosine distances of rows that kept their direction, as under weight decay."""
     one, other = before.astype(np.float64), after.astype(np.float64)
     size, along, size_after = (np.einsum("ij,ij->i", a, b) for a, b in ((one, one), (one, other), (other, other)))
     across = other - (along / size)[:, None] * one

@@ -69,14 +69,12 @@ def follow(
         refuse_checkpoint(run)
     except CheckpointNotFoundError:
         raise
-    except OSError:  # of a store that is away, and may come back
+    except OSError:  # the store does not answer now, but may later
         pass
     return follower.each(every_sec, math.inf if timeout_sec is None else timeout_sec)
 
 
-class RunFollower:
-    """Finds the checkpoints of an output dir that it has not returned yet. Not thread-safe."""
-
+class RunFollower:  # not thread-safe
     def __init__(self, storage: Storage, *, after: int, only_newest: bool, with_ephemeral: bool) -> None:
         self._storage, self._known = storage, ReadOnce()
         self._after, self._only_newest, self._with_ephemeral = after, only_newest, with_ephemeral

@@ -44,22 +44,22 @@ Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 def dataset(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> Dataset:
     """Return the rows of a table as a ``pyarrow.dataset.Dataset``, which pyarrow, polars and duckdb query lazily.
 
-    Its columns are ``table``, ``id`` and the slots; its rows are those of this table and no others. Nothing is read
-    at first but the catalogs and the ends of the files. A query reads the columns that it needs, checks every byte of
-    them, once where files are mapped, and raises CorruptCheckpointError, or an error of the library that asks with the
-    same words, where they are damaged. Imports no torch.
+    Its columns are ``table``, ``id`` and the slots; its rows are those of this table only. At first only catalogs and
+    the ends of the files are read. A query reads the columns that it needs and checks every byte of them, once if
+    files are mapped. For damaged bytes it raises CorruptCheckpointError, or an error of the querying library with the
+    same words. Imports no torch.
 
-    pyarrow's joins and ``sort_by`` of a dataset, and ``get_fragments``, go past that: they need ``checked=False``, or
-    the rows as a table. Of a delta, whose rows are merged for each query, they are not to be had.
+    pyarrow's joins, ``sort_by`` and ``get_fragments`` bypass the checks: they need ``checked=False``, or the rows as a
+    table. They do not work for a delta, whose rows are merged for each query.
 
-    The files are open from now on: on a local file system all rows stay readable though the writer removes the
-    checkpoint. On object stores a query then fails. May be queried from several threads.
+    The files stay open: on a local file system all rows remain readable even if the writer removes the checkpoint; on
+    object stores a query then fails. Several threads may query it.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
         table: name of the table.
-        checked: False: Arrow takes the values of a full checkpoint as they lie in memory maps, and damage to them goes
-            unseen; ``recckpt verify`` finds it. On a storage without maps the files are copied to temporary ones first.
+        checked: False: Arrow uses a full checkpoint's values directly from memory maps, so damage to them is not
+            noticed; ``recckpt verify`` finds it. Without memory maps the files are copied to temporary ones first.
 
     Raises:
         KeyError: no such table.
@@ -72,13 +72,13 @@ def dataset(path: str | os.PathLike[str], table: str, *, checked: bool = True) -
 class CheckpointReader:
     """Reads tables and tensors of one committed checkpoint; every byte that it returns has been checked.
 
-    Imports no torch and runs no code from the files. A context manager, which closes it. :meth:`lookup`,
-    :meth:`refresh` and :meth:`at_this_checkpoint` are thread-safe, all else is for one thread. Notebooks show it as a
-    table of what is in the checkpoint.
+    Imports no torch and runs no code from the files. As a context manager it closes itself. :meth:`lookup`,
+    :meth:`refresh` and :meth:`at_this_checkpoint` are thread-safe, other methods are not. Notebooks show it as a
+    table of the checkpoint's contents.
 
-    All files are opened at once, of a delta those of the links it stands on too. On a local file system they can be
-    read to their end even if the writer removes them meanwhile, as rotation does, and keep their disk space until the
-    reader is closed. On object stores a read then raises CheckpointRemovedError.
+    All files are opened at once, for a delta those of its whole chain. On a local file system they can be read to the
+    end even if rotation removes them meanwhile, and keep their disk space until the reader is closed. On object stores
+    a read then raises CheckpointRemovedError.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
@@ -116,12 +116,12 @@ class CheckpointReader:
         self._now = OpenChain.of(self._now.storage, self._now.checkpoint)
 
     def refresh(self) -> bool:
-        """Move on to what the path means now, such as a newer checkpoint of an output dir, and say whether it moved.
+        """Move to the checkpoint that the path means now, such as the newest of an output dir; say whether it moved.
 
-        Only links that are new to this reader are opened and read: beside a run with deltas, what has changed. What is
-        being read from the checkpoint before can be read to its end. After an error the reader stays where it is.
-        Thread-safe: a look-up in another thread is of the one checkpoint or of the other. Tables in which there were
-        look-ups are made ready for more before the reader moves.
+        Only links that are new to this reader are opened and read: with deltas, only what changed. Iterators over the
+        previous checkpoint can be read to the end. After an error the reader stays at its checkpoint.
+        Thread-safe: a look-up in another thread uses either checkpoint, never both. Tables that had look-ups are
+        prepared for more before the reader moves.
 
         Raises:
             CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as when it was
@@ -133,7 +133,7 @@ class CheckpointReader:
             return self._now.manifest.name != before.manifest.name
 
     def at_this_checkpoint(self) -> CheckpointReader:
-        """Return a reader of the same open files, which stays at this checkpoint when this one moves on. Thread-safe.
+        """Return a reader of the same open files that stays at this checkpoint when this one moves on. Thread-safe.
 
         For an answer that takes several look-ups, all of one checkpoint. Costs nothing, and need not be closed.
         """
@@ -151,7 +151,7 @@ class CheckpointReader:
 
     @property
     def manifest(self) -> Manifest:
-        """What is known without opening other files."""
+        """The manifest: what is known without opening other files."""
         return self._now.manifest
 
     def tables(self) -> list[str]:
@@ -170,7 +170,7 @@ class CheckpointReader:
     def table(
         self, name: str, columns: Collection[str] | None = None, ids: Ids | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a table as Arrow batches, in bucket order within each shard, of a delta over all shards.
+        """Yield the rows of a table as Arrow batches, in bucket order within each shard; for a delta, over all shards.
 
         Args:
             name: the table.
@@ -191,14 +191,14 @@ class CheckpointReader:
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
         """Return one row for each of ``ids``, in their order, and which of them the table has. Thread-safe.
 
-        All rows are of one checkpoint, though :meth:`refresh` moves to another meanwhile. The first call for a table
-        reads all its ids and keeps them, 16 bytes a row; later ones take milliseconds. Values are checked when they are
-        first read from a memory map, and on a storage without maps whenever they are read. For a few rows, once,
+        All rows are from one checkpoint, even if :meth:`refresh` moves on meanwhile. The first call for a table
+        reads all its ids and keeps them, 16 bytes a row; later calls take milliseconds. Values are checked when
+        first read from a memory map, or at every read without maps. To read a few rows once,
         :meth:`table` with ``ids`` reads less.
 
         Args:
             name: the table.
-            ids: int64 numbers; the same one may come several times.
+            ids: int64 numbers, repeats allowed.
             slot: what to read of each row.
             default: the value, or a row of them, for ids that the table does not have.
 
@@ -221,16 +221,15 @@ class CheckpointReader:
         return now.find(name, as_ids(ids), found[slot], default)
 
     def changes_since(self, before: CheckpointReader | str | None) -> CheckpointChanges:
-        """Return what has changed since an older checkpoint of the run, such as the one that ``follow`` yielded before.
+        """Return what changed since an older checkpoint of the run, such as the previous one that ``follow`` yielded.
 
-        For what serves rows by the minute and dense layers by the hour. Reads manifests and the indexes of dense
-        tensors, and rows when they are asked for.
+        For servers that update rows by the minute and dense layers by the hour. Reads manifests and indexes of dense
+        tensors; rows only when iterated.
 
         Args:
-            before: the older one, or its ``manifest.name``, of which no dense tensors are known, and its tables only
-                where this checkpoint stands on it. Where this checkpoint
-                does not stand on it, as a full save or one with fewer rows after a forgetting does not, and where it is
-                None, all tables are replaced.
+            before: the older one, or its ``manifest.name``, for which dense tensors are unknown, and tables too unless
+                it is in this checkpoint's chain. If it is not in the chain, as after a full save or a
+                forgetting, or if it is None, all tables are replaced.
 
         Raises:
             TypeError: ``before`` is neither.

@@ -24,8 +24,6 @@ _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that
 
 @dataclass(frozen=True)
 class Leftover:
-    """Files in an output dir that no reader looks at."""
-
     path: str  # of the directory or file, in the output dir
     what: str  # what it is, and whose
     is_dead: bool  # whether no process can still be writing it, so that it may go
@@ -42,7 +40,6 @@ class Repaired:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Paths of dead leftovers that could not be removed."""
         return tuple(left.path for left in self.leftovers if left.is_dead and left.path not in self.removed)
 
 
@@ -131,7 +128,6 @@ def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence
 
 
 def _clean(storage: Storage, leftovers: list[tuple[Leftover, _Removal]]) -> list[str]:
-    """Remove the dead leftovers, and return the paths that are gone afterwards."""
     dead = [(left.path, removal) for left, removal in leftovers if left.is_dead]
     directories = [path for path, _ in dead if not layout.is_temporary(path)]
     sizes = {path: sum(file.n_bytes for file in storage.listed(path).values()) for path in directories}

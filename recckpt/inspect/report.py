@@ -126,7 +126,6 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
 
 
 def _read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tuple[list[TableHealth], list[str]]:
-    """Return the health of the tables of a checkpoint, and the damage of its files without rows."""
     manifest, directory = checkpoint.manifest, checkpoint.directory
     opened, look = OpenChain.open(storage, checkpoint), Checkup(storage, directory)
     n_bytes = sum(table.rows * table.row_bytes for table in manifest.tables)
@@ -146,7 +145,6 @@ def _read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tupl
 
 
 def _clock(manifest: Manifest) -> Clock:
-    """Return the step and time of a checkpoint, by event time if its run has it."""
     event_time, written = manifest.state.get(EVENT_TIME), time_of(manifest.time)
     try:
         if isinstance(event_time, int | float):

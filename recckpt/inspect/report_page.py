@@ -60,8 +60,6 @@ Line = Sequence[float | None]
 
 
 class RunReport(RunHealth):
-    """Prints as the text of ``recckpt report``; a page in notebooks."""
-
     def to_html(self) -> str:
         """Return a self-contained page; MissingLibraryError without matplotlib."""
         return html.page(f"recckpt: {one_line(self.url)}", _body_of(self))

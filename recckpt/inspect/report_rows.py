@@ -32,8 +32,8 @@ from recckpt.types import EMBEDDING, is_optimizer_slot
 
 BUSY_SHARE = 0.8  # of the look-ups
 
-_CHUNK_BYTES = 1 << 22  # of rows, that are checked and looked at at once: they stay in the caches of a core
-_SLICE_ROWS = 1 << 18  # of a table of a chain, worth a thread
+_CHUNK_BYTES = 1 << 22  # rows that are checked and counted at once, within the caches of a core
+_SLICE_ROWS = 1 << 18  # rows of a chain's table that are worth a thread
 _MERGE_BYTES = 256 << 20  # of all threads
 _NAMED_ROWS = 5
 _BARS = 40
@@ -42,7 +42,7 @@ _DAY_SEC = 86_400
 Array = npt.NDArray[Any]
 Advance = Callable[[int], object]
 Clock = tuple[int | None, float | None]  # step, and seconds since 1970, at which a checkpoint was taken
-Rows = Int64s | slice  # of arrays: their numbers, or slice(None) for all
+Rows = Int64s | slice  # numbers of rows, or slice(None) for all
 
 
 def damage_text(error: Exception) -> str:

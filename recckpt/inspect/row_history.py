@@ -42,19 +42,19 @@ StoredRow = Mapping[str, npt.NDArray[Any]]  # slot -> its values, bfloat16 as fl
 @dataclass(frozen=True)
 class RowAt:
     ckpt_id: str  # the checkpoint
-    step: int | None  # its global step, None where the saver did not count
+    step: int | None  # its global step; None if the saver counts none
     time: str  # when it was committed, in UTC, as ISO 8601
-    # what became of the row since the checkpoint before: ``"new"``; ``"changed"``: a value of any slot is another;
-    # ``"same"``; ``"gone"``; ``"back"``: it was gone, and is there again; ``"absent"``: it was not there before either.
-    # In the oldest checkpoint ``"there"`` or ``"absent"``; ``"damaged"`` where a file that would say so is damaged.
+    # the row's change since the previous checkpoint: ``"new"``; ``"changed"``: a value of any slot differs;
+    # ``"same"``; ``"gone"``; ``"back"``: present again; ``"absent"``: still not present.
+    # ``"there"`` or ``"absent"`` in the oldest checkpoint; ``"damaged"`` if a file needed to tell is damaged.
     change: Change
-    # the oldest checkpoint from which on the row has been as it is in this one; None where it is not there
+    # the oldest checkpoint since which the row is unchanged; None if the row is absent
     since: str | None = None
     since_step: int | None = None  # its step
-    # Euclidean norm of the embedding, NaN where a value is not finite; None where the row is not there
+    # Euclidean norm of the embedding; NaN if a value is not finite, None if the row is absent
     norm: float | None = None
-    moved: float | None = None  # Euclidean distance of the embedding from that before, where it has changed
-    # the other slots: the value of one that is a single number, and the norm of any other
+    moved: float | None = None  # Euclidean distance that a changed embedding moved
+    # other slots: a single number's value, else the norm
     slots: Mapping[str, float] | None = None
 
 
@@ -62,7 +62,7 @@ class RowAt:
 class RowHistory:
     id: int  # its id
     states: tuple[RowAt, ...]  # the row in each checkpoint, oldest first
-    was_forgotten: bool = False  # whether the audit has the id among those that were asked to be forgotten
+    was_forgotten: bool = False  # whether the audit lists it as requested to be forgotten
 
     @property
     def is_known(self) -> bool:
@@ -104,11 +104,11 @@ class TableHistory:
 def history(
     path: str | os.PathLike[str], table: str, ids: Iterable[int] | npt.NDArray[np.integer[Any]]
 ) -> TableHistory:
-    """Return what became of rows over all checkpoints of a run that are kept: their norms, changes, counts and moments.
+    """Return the history of rows over all kept checkpoints of a run: their norms, changes, counts and moments.
 
-    Of each checkpoint only its own files are read, of a delta what has changed, and of these only the catalogs and
-    batches that may have the ids, each once. Every byte that is read is checked; what is damaged is said, and hides
-    only the checkpoints that need it. Imports no torch. Prints as the text of ``recckpt history``.
+    Of each checkpoint only its own files are read, so of a delta only changes, and of these only the catalogs and
+    batches that may have the ids, each once. Every byte read is checked; damage is reported, and only hides
+    checkpoints that need the damaged file. Imports no torch. Prints as the text of ``recckpt history``.
 
     Args:
         path: an output dir; any fsspec URL.
@@ -223,7 +223,6 @@ def _row_in(
 
 
 def _is_same(one: StoredRow, other: StoredRow) -> bool:
-    """Say whether two rows have the same slots with the same bits."""
     return one.keys() == other.keys() and all(
         value.dtype == other[name].dtype
         and value.shape == other[name].shape

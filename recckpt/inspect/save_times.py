@@ -28,14 +28,14 @@ class NearTimes:
     made: int  # those that were acknowledged
     failed: int  # those that have failed
     skipped: Mapping[str, int]  # why -> those that were not begun
-    steps: tuple[int, int] | None  # the first and the last step at which one was due
-    gap_steps: int | None  # the most from what counts, one of them or a checkpoint, to the next that does
+    steps: tuple[int, int] | None  # the first and the last step with one due
+    gap_steps: int | None  # most steps from one acknowledged near save or checkpoint to the next
     hosts: int | None  # how many hosts wrote the newest that was made
     copies: int | None  # how many other hosts have the files of each
-    blocked_sec: float | None  # how long training stood still for all that were made
-    total_sec: float | None  # from the step of each until it was acknowledged, for all of them
+    blocked_sec: float | None  # pause of training for all that were made
+    total_sec: float | None  # from the step of each until it was acknowledged, in all
     n_bytes: float | None  # of their files, without copies
-    error: str | None = None  # why the newest of those that failed did
+    error: str | None = None  # why the newest failed one failed
 
     @property
     def n_due(self) -> int:
@@ -50,14 +50,14 @@ class SaveTimes:
     step: int | None  # global step
     kind: str | None  # ``"full"`` or ``"delta"``
     time: str | None  # when it was committed, or failed
-    blocked_sec: float | None  # how long training stood still, on the rank that waited longest
+    blocked_sec: float | None  # pause of training, on the rank that waited longest
     write_sec: float | None  # writing all files of the slowest shard
     commit_sec: float | None  # making it visible and durable
     total_sec: float | None  # from the call to the end
     n_bytes: float | None  # of all files
     n_rows: float | None  # of all tables
-    error: str | None  # why it failed; None where it has not
-    near: NearTimes | None = None  # what became of the near saves before it; None where there were none
+    error: str | None  # why it failed; None if it did not
+    near: NearTimes | None = None  # the near saves before it; None if there were none
     # numbers that it was saved with, and learning rates; ``"nan"``, ``"inf"``, ``"-inf"`` for those that are not finite
     metrics: Mapping[str, float | str] = field(default_factory=dict)
 

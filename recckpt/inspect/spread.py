@@ -12,8 +12,8 @@ Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-_SHIFT = 45  # of a float64, this leaves sign, exponent and 7 bits: bins that are 1/128 of their value wide
-_MOST_WAITING = 1 << 13  # what counts them stays in the caches of a core
+_SHIFT = 45  # leaves sign, exponent and 7 bits of a float64: bins are 1/128 of their value wide
+_MOST_WAITING = 1 << 13  # values that are counted at once, within the caches of a core
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Spread:
     n: int  # how many there are
     least: float  # the smallest one
     most: float  # the largest one
-    quantiles: Mapping[float, float]  # share of the values -> the value that so many are at most, within 0.4 %
+    quantiles: Mapping[float, float]  # share -> quantile, within 0.4 %
     not_finite: int = 0  # values beside them that are NaN or infinite
 
 
 @dataclass(frozen=True)
 class Bars:
-    zeros: int  # how many values are 0, which has no place on a scale of logarithms
-    edges: tuple[float, ...]  # of the bars, in order, one more than there are bars; () where all values are 0
+    zeros: int  # how many values are 0, which a logarithmic scale cannot show
+    edges: tuple[float, ...]  # ascending edges, one more than bars; () if all values are 0
     counts: tuple[int, ...]  # how many values each has
 
 

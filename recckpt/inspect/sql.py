@@ -59,19 +59,19 @@ _TIMELINE = pa.schema(
 def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.DuckDBPyConnection:
     """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
 
-    A view has ``id`` and the slots, float16 and bfloat16 as float32. Beside them are two tables: ``checkpoints``, those
+    A view has ``id`` and the slots, float16 and bfloat16 as float32. There are two more tables: ``checkpoints``, those
     of the output dir, oldest first, with a column for each metric, rate and label in their states, and ``timeline``,
     how its last saves went, those that failed, by their ``error``, too. Where a table has one of these names, or one
     that differs from another's only in case, which SQL does not tell apart, its view ends in ``_2``, and a warning says
     so; so it is with slots of one table, and with the columns of ``checkpoints``.
 
-    A query reads the columns that it names, of a delta with those of the links below it, merged anew for each query.
-    What it reads is checked, and a query that meets damage ends in a ``duckdb.Error`` which says where that is. Files
-    stay open as long as the connection is. Imports no torch.
+    A query reads the columns that it names; a delta's chain is merged anew for each query.
+    What it reads is checked, and a query that finds damage raises a ``duckdb.Error`` that says where it is. Files
+    stay open as long as the connection. Imports no torch.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
-        checked: False: take the values of a full checkpoint on a local file system as they are.
+        checked: False: do not check the values of a full checkpoint on a local file system.
 
     Raises:
         MissingLibraryError: duckdb is not installed.
@@ -99,7 +99,7 @@ def open_views(path: str | os.PathLike[str], *, checked: bool) -> tuple[duckdb.D
 def create_views(
     connection: duckdb.DuckDBPyConnection, tables: Mapping[str, Dataset], url: str, taken: Collection[str] = ()
 ) -> None:
-    """Make a view of each table, under another name, as a warning says, where its own is ``taken``."""
+    """Make a view of each table; if its name is ``taken``, under another one, with a warning."""
     library, views = needed("duckdb", "sql"), _free_names(tables, taken)
     for table, dataset in tables.items():
         view = views[table]
@@ -119,13 +119,13 @@ def create_views(
 def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> polars.LazyFrame:
     """Return the rows of a table as a polars LazyFrame, which reads the columns and rows that a query asks for.
 
-    Its columns are ``id`` and the slots, float16 and bfloat16 as float32. What is read, and what is checked, is as of
+    Its columns are ``id`` and the slots, float16 and bfloat16 as float32. Reads and checks the same as
     :func:`connect`.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
         table: name of the table.
-        checked: as of :func:`connect`; a query that meets damage raises CorruptCheckpointError.
+        checked: as in :func:`connect`; a query that finds damage raises CorruptCheckpointError.
 
     Raises:
         MissingLibraryError: polars is not installed.
@@ -156,7 +156,7 @@ def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
 
 
 def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
-    """Return names that SQL tells apart: each as it is, or with a number where its own is taken."""
+    """Return names that SQL tells apart: each as it is, or with a number if its own is taken."""
     names_in_sql, others = dict[str, str](), {name.casefold() for name in taken}
     for name in names:
         number, free = 1, name
@@ -169,7 +169,6 @@ def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, 
 
 
 def _checkpoints(storage: Storage) -> pa.Table:
-    """Return the checkpoints of an output dir, oldest first, with a column for each name in their states."""
     current = look_around(storage).current
     rows = [
         {
@@ -196,7 +195,7 @@ def _checkpoints(storage: Storage) -> pa.Table:
 
 
 def _numbers(values: list[Any]) -> list[Any]:
-    """Return numbers for the names that checkpoints have for those that are not finite, unless there is other text."""
+    """Return the values with names of non-finite numbers as numbers, unless there is other text."""
     texts = {value for value in values if isinstance(value, str)}
     if not texts or not texts.issubset(NOT_FINITE):
         return values
@@ -211,7 +210,7 @@ def _timeline(storage: Storage) -> pa.Table:
 
 
 def _column(values: list[Any], kind: pa.DataType | None = None) -> pa.Array:
-    """Return a column of values of any JSON: of one type where they all fit it, else as text."""
+    """Return a column of JSON values: of one type if they all fit it, else as text."""
     try:
         column = pa.array(values, kind)
         is_known = "struct<>" not in str(column.type)  # as {} alone would be, which duckdb before 2 refuses

@@ -49,9 +49,9 @@ class NewestNear:
     age_sec: float | None  # None where its time cannot be read
     rows: int  # that it holds
     n_bytes: int
-    base: str | None  # the checkpoint that it stands on
+    base: str | None  # the checkpoint that it is based on
     shards: int
-    shards_here: int  # whose files are all on this host
+    shards_here: int  # shards whose files are all on this host
 
 
 @dataclass(frozen=True)
@@ -64,32 +64,32 @@ class Loss:
 
 @dataclass(frozen=True)
 class NearNow:
-    newest: NewestNear | None  # the newest that counts; None where there is none
+    newest: NewestNear | None  # the newest that counts
     n_saves: int  # how many count
-    with_processes: Loss  # what is lost where the processes of the run die now
-    with_host: Loss  # what is lost where the host does, with what no other host has of its near saves
-    is_overdue: bool  # whether the next checkpoint was expected since: the run may have ended, and loses nothing then
+    with_processes: Loss  # what is lost if the run's processes die now
+    with_host: Loss  # what is lost if the host dies, with near saves that no other host has
+    is_overdue: bool  # whether the next checkpoint is overdue: the run may have ended, and then loses nothing
 
 
 @dataclass(frozen=True)
 class Status:
     url: str  # the output dir
     time: datetime  # of the look
-    why_empty: str  # why there is no checkpoint, "" where there is one
+    why_empty: str  # why there is no checkpoint; "" if there is one
     last: LastSave | None  # the newest checkpoint
     pause: Pause | None  # how long training stood still for saves
-    pauses: Sequence[float | None]  # for each of the last saves, oldest first, None where it is not known
+    pauses: Sequence[float | None]  # for each of the last saves, oldest first; None if unknown
     sizes: Sequence[float | None]  # the bytes of each of them
     every_sec: float | None  # the usual seconds from one save to the next
-    overdue_sec: float | None  # the age of the newest checkpoint from which on the next save is missed
+    overdue_sec: float | None  # age of the newest checkpoint at which the next save counts as missed
     failed: Sequence[Failure]  # saves that failed since the last that did not
-    attempts: Sequence[Intent]  # saves of the owner that are not committed: under way, or their writer died
+    attempts: Sequence[Intent]  # uncommitted saves of the owner: under way, or their writer died
     writer: Claim | None  # who saves here
     n_checkpoints: int
     n_bytes: int  # of all of them
     problems: Sequence[str]  # what is wrong with others, a line each
-    near: NearNow | None = None  # what near saves of this host would give back; None where they are not looked at
-    ended: str | None = None  # when training ended well, if it has, and no save was begun since
+    near: NearNow | None = None  # what near saves of this host would restore; None if they are not looked at
+    ended: str | None = None  # when training ended well; None if it did not, or a save was begun since
 
     @property
     def saves_per_hour(self) -> float | None:
@@ -229,7 +229,6 @@ def _age(time: str | None, now: datetime) -> float | None:
 
 
 def near_now(saves: Sequence[NearHere], newest: Checkpoint | None, history: History, now: datetime) -> NearNow:
-    """Return what the near saves (newest first) would give back."""
     pace = steps_per_sec([each.save for each in saves], history)
     elsewhere = [each for each in saves if each.is_elsewhere]
     losses = []

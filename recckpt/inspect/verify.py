@@ -152,7 +152,6 @@ def verify_found(
 
 
 def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executor: Executor | None) -> None:
-    """Read everything, with one thread or executor task a file."""
     manifests = [look.manifest for look in looks if look.manifest]
     what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
@@ -247,7 +246,6 @@ def _has_bad_rows(look: Checkup) -> bool:
 
 
 def _other_reports(storage: Storage) -> Iterator[Report]:
-    """Check the claims, the takeover lists, the requests to forget, and the ``INTENT`` of each attempt."""
     epochs = claimed_epochs(storage)
     checks: list[Callable[[], object]] = [partial(pending, storage), partial(audit, storage)]
     checks += [partial(read, storage, epoch) for epoch in epochs for read in (read_claim, read_takeover)]

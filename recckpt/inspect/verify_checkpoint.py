@@ -131,7 +131,6 @@ class Checkup:
             yield partial(self._check_table, table)
 
     def link(self) -> OpenLink:
-        """Return it as a link of a chain; all catalogs must be whole."""
         checkpoint = Checkpoint(self.directory, self.record)
         return OpenLink(checkpoint, files_of(self._storage, checkpoint), self.catalogs)
 
@@ -157,7 +156,7 @@ class Checkup:
                 yield CorruptCheckpointError(path, "", found=found, expected=expected)
 
     def _check_file(self, file: FileEntry, advance: Advance, index: TensorIndex | None = None) -> Errors:
-        counted: list[int] = []  # of a file that is read twice, what is counted is its first time
+        counted: list[int] = []  # progress counts only the first reading of a file that is read twice
 
         def count(n_bytes: int) -> None:
             if sum(counted) < file.n_bytes:

@@ -43,7 +43,6 @@ class ReadOnce(Manifests):
     """
 
     def directories(self, storage: Storage) -> list[str]:
-        """Return the directories, without looking into them."""
         return attempt_dirs(storage)
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:

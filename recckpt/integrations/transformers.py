@@ -174,7 +174,6 @@ class TransformersCallback(SavesRun, TrainerCallback):
             logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._tables.norm.item()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the last step, let the trainer clip again, and remove the resume point."""
         self._steps.finish()
         if self._tables is not None:
             self._tables.leave()
@@ -195,7 +194,6 @@ class _TablesBeside:
         sparse.zero_grad()
 
     def clip(self, model: nn.Module) -> None:
-        """Unscale gradients that are still scaled, and clip all."""
         if self._scaler is not None:
             share_overflow(self._scaler, self._dense, self.sparse)
         self.norm = clip_grad_norm_(model, [self._dense, self.sparse], self._max_norm)
@@ -286,7 +284,6 @@ class StepCounter:
             self._note(self._count)
 
     def count(self) -> None:
-        """Count what has ended, and save if it is time."""
         count, self._count = self._count, None
         if count is not None:
             with generators_at(self._rng):
@@ -303,7 +300,6 @@ class StepCounter:
 
 @contextmanager
 def generators_at(rng: Mapping[str, Any]) -> Iterator[None]:
-    """Set the random generators back within the block."""
     now = dump_rng()
     load_rng(rng)
     try:

@@ -231,12 +231,12 @@ class FoundTable:
     path: str  # of its module
     kind: str  # of module
     keys: tuple[str, ...]  # of its weight in the state dict of the model
-    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that are its rows by now
+    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that presently hold its rows
     # how changes are noticed: ``"gradient"`` in the optimizer's step, ``"backward"`` in a kernel's step, ``OWN``
     # by an adapter's announcements, or ``FINGERPRINTS`` by looking at all rows at a save
     marks: str
     is_announced: bool  # whether all changes of rows are announced; else training waits while they are copied
-    optimizer: Optimizer | None = None  # that trains it; None where it is frozen, or updates itself
+    optimizer: Optimizer | None = None  # that trains it; None if it is frozen, or updates itself
     why: str | None = None  # why ``marks`` is not the best kind; None if it is
     is_tensor: bool = True  # whether the keys name the tensor of its rows, not one around it or pieces of it
     # sharded collection that has this table and loads all its tables or fails; None if there is none
@@ -250,9 +250,9 @@ class FoundTable:
 
 @dataclass(frozen=True)
 class Candidate:
-    path: str  # of its module, by which ``names`` and ``exclude`` mean it
-    name: str  # of the table, where ``names`` gives no other
-    n_rows: int  # that it has over all ranks
+    path: str  # of its module, as in ``names`` and ``exclude``
+    name: str  # of the table, unless ``names`` gives another
+    n_rows: int  # over all ranks
     make: Callable[[str], FoundTable]  # makes the table of this name; LiveTableError says why it stays dense
     together: str | None = None  # module whose tables are one tensor, so that all or none of them are live
     module: nn.Module | None = None  # torch's embedding; None for other kinds

@@ -80,19 +80,17 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank knows of a table."""
-
     n_rows: int  # of the whole table
     rows: tuple[int, int] = (0, 0)  # (first, end) of those that this rank has; (0, 0) for none
-    # (begin, end) of the columns of these rows that it has, of ``width``; None for all
+    # (begin, end) of its columns of these rows, of ``width`` in all; None for all
     columns: tuple[int, int] | None = None
-    width: int = 0  # of the whole table; 0 where ``columns`` is None
-    is_copy: bool = False  # whether they are a copy of what other ranks have too
-    slots: tuple[SlotSpec, ...] = ()  # of the table, ``embedding`` among them; empty where the rank has no rows
+    width: int = 0  # columns of the whole table; 0 if ``columns`` is None
+    is_copy: bool = False  # whether other ranks have copies of them
+    slots: tuple[SlotSpec, ...] = ()  # with ``embedding``; () if the rank has no rows
     scalars: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
-    why: str | None = None  # rows may change that were not looked up; None where none do
-    refusal: str | None = None  # why the table cannot be a live one, None where it can
+    why: str | None = None  # why rows may change without a look-up; None if they do not
+    refusal: str | None = None  # why the table cannot be live; None if it can
 
     @property
     def has_rows(self) -> bool:
@@ -183,7 +181,6 @@ class AbsentTable:
         return lambda: None
 
     def scalars(self) -> Mapping[str, int | float]:
-        """Return what other ranks last reported."""
         return self._scalars
 
     def settings(self) -> Mapping[str, Any]:

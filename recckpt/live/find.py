@@ -38,8 +38,6 @@ class Search:
 
 @dataclass(frozen=True)
 class TableFinder:
-    """Finds the tables of one library in a model, and says how they are saved."""
-
     # Gets the candidates found so far, some of which may be modules of this library, and returns the complete list.
     # Collective where the model is sharded; raises LiveTableError where what the ranks have is not all of a table.
     candidates: Callable[[Search, Sequence[Candidate]], Sequence[Candidate]]
@@ -97,7 +95,6 @@ def find_tables(
 
 
 def _warn_of(left: Mapping[str, str], missing_paths: Collection[str]) -> None:
-    """Log which embeddings are saved as dense tensors, or not at all, and why."""
     dense = [f"{path!r}: {why}" for path, why in left.items() if path not in missing_paths]
     if dense:
         log.warning("no live tables, but dense tensors, saved whole each time, are %s", "; ".join(dense))

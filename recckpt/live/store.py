@@ -238,7 +238,6 @@ class LiveStore(Store):
         }
 
     def wait(self) -> None:
-        """Wait for all streams of the devices that hold the rows."""
         wait_for_devices(self._table.tensors().values())
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:

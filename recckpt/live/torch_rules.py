@@ -57,11 +57,11 @@ def _sgd_reason(group: Group) -> str | None:
 @dataclass(frozen=True)
 class TorchRule:
     prefix: str  # of the names of its slots; its keys follow
-    keys: Callable[[Group], list[str]]  # of the states that have a value a row, by the settings of a group
-    reason: Callable[[Group], str | None]  # why a step may change rows without a gradient, None where it does not
-    # why a group cannot be saved as a table, None where it can
+    keys: Callable[[Group], list[str]]  # a group's settings -> keys of the states with values a row
+    reason: Callable[[Group], str | None]  # why a step may change rows without a gradient; None if it does not
+    # why a group cannot be saved as a table; None if it can
     refusal: Callable[[Group], str | None] = lambda group: None
-    others: tuple[str, ...] = ()  # keys of the states that it has with other settings
+    others: tuple[str, ...] = ()  # keys of states that exist only with some settings
 
 
 _AMSGRAD = ("max_exp_avg_sq",)

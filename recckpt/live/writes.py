@@ -153,7 +153,7 @@ class NotedRows:
 
     def __init__(self, begin: int, n_rows: int) -> None:
         self._begin, self._n_rows = begin, n_rows
-        self._noted: dict[torch.device, Tensor | None] = {}  # None where there is no room
+        self._noted: dict[torch.device, Tensor | None] = {}  # None if the device has no memory for it
 
     @torch.no_grad()
     def note(self, rows: Tensor) -> bool:

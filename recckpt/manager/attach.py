@@ -75,28 +75,28 @@ def live_tables(
     audit: int = 0,
     adapters: Sequence[LiveTable] = (),
 ) -> LiveTables:
-    """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
+    """Find the embedding tables of a model that recckpt saves in their own memory, with their optimizers' states.
 
-    Nothing of the model is replaced; hooks announce which rows change, while the tables are referenced, by a saver for
-    one, and not closed. Call it on each rank once the model is wrapped and the optimizers are made,
-    before training and restoring; a second call for the same model gives the same tables. Not thread-safe.
-    Collective where TorchRec has sharded the model.
+    Nothing in the model is replaced; hooks announce which rows change, as long as the tables are referenced, as by a
+    saver, and not closed. Call it on each rank after the model is wrapped and the optimizers are made, and
+    before training and restoring; a second call for the same model returns the same tables. Not thread-safe.
+    Collective if TorchRec has sharded the model.
 
     Args:
-        model: whose ``nn.Embedding`` and ``nn.EmbeddingBag``, kernels of FBGEMM and collections of TorchRec are tables.
-        optimizers: those that train them; fused ones are found in the model.
+        model: a model with ``nn.Embedding``, ``nn.EmbeddingBag``, kernels of FBGEMM or collections of TorchRec.
+        optimizers: the optimizers that train them; fused ones are found in the model.
         min_rows: smaller embeddings stay dense tensors.
-        names: path of a module -> name of its table; other tables are called as their paths.
+        names: path of a module -> name of its table; other tables are named by their paths.
         exclude: paths of modules that stay dense.
-        marks: how changed rows are known: ``"auto"``, or ``"fingerprints"``: by looking at all rows at each save,
-            whoever writes them. For all tables, or by the names of tables.
-        audit: every ``audit``-th save compares the marks of hooks with fingerprints of all rows, and a save that finds
-            that a row was missed fails. 0: each save compares some rows, and goes on with all of them.
-        adapters: tables in the memory of another library, which announce what changes in them.
+        marks: how changed rows are found: ``"auto"``, or ``"fingerprints"``: by looking at all rows at each save,
+            whoever writes them. For all tables, or by name of a table.
+        audit: every ``audit``-th save compares the hooks' marks with fingerprints of all rows, and fails if a row was
+            missed. 0: each save compares some rows, and saves all rows if one was missed.
+        adapters: tables in the memory of other libraries, which announce their changes.
 
     Raises:
-        LiveTableError: tables cannot be saved so; says all that is wrong at once.
-        TypeError, ValueError: an argument is not what it can be.
+        LiveTableError: tables cannot be saved like this; lists all that is wrong.
+        TypeError, ValueError: an argument is invalid.
     """
     from recckpt.adapters.torchrec import TORCHREC
 

@@ -252,7 +252,8 @@ class Autosave:
     def finish(self) -> None:
         """Save the last step, even if the previous save failed; its error is raised afterwards.
 
-        Without a step, only a restored near save is saved: other loads changed nothing that was trained here.
+        Without a step, save only a run that was restored from a near save: else the save would supersede what was
+        trained before.
         """
 
         def save_last() -> None:
@@ -311,7 +312,7 @@ class Autosave:
         if self._options.tolerate is None:
             save()
             return
-        self._let_pass(self._settle_for_save)  # the save before, whose error would be that of this one
+        self._let_pass(self._settle_for_save)  # else the previous save's error would be taken for this one's
         if not self._let_pass(save):
             self._schedule.missed(kind, self._run.moment())
 
@@ -465,7 +466,7 @@ class Autosave:
         except Exception as error:
             log.error("%s", error)  # one more reason to save this step
             is_over = True
-        is_over = all(self._ranks.gather(is_over))  # of one rank it may end as the grace does
+        is_over = all(self._ranks.gather(is_over))  # it may end on one rank just as the grace period does
         if is_over:
             self._save("regular", state, metrics, background=True)
         return is_over and self.settle(left())

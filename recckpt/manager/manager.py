@@ -41,13 +41,13 @@ _MADE_BY_ATTACH = "CheckpointManager.attach(model, optimizers, output_dir='runs/
 
 
 class CheckpointManager(Resumable):
-    """Saves a run as ``ckpt_<step>`` when it is time, and restores it.
+    """Saves a run as ``ckpt_<step>`` when a save is due, and restores it.
 
-    Thread-safe: steps, saves and restores of several threads follow each other. It belongs to the process that made it:
+    Thread-safe: steps, saves and restores of several threads are serialized. It belongs to the process that made it:
     a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
 
-    As a context manager it saves the last step when the block ends well, if there was one or a near save was restored,
-    and waits for the save that is under way.
+    As a context manager it saves the last step when the block ends without error, if there was one or a near save was
+    restored, and waits for a running save.
 
     Args:
         saver: what is saved, and where.
@@ -55,20 +55,20 @@ class CheckpointManager(Resumable):
         shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
         shard_num: number of ranks; None as above (WORLD_SIZE), else 1. With more than 1, ``step``, ``save`` and
             ``restore`` are collective.
-        async_save: whether training goes on while a checkpoint that :meth:`step` began is written; and what to do when
-            a save is due while one is under way: ``"wait"`` for it, as True does, ``"skip"`` the new one, or
-            ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment.
-        ephemeral: when to make checkpoints between the others, of which only the newest stays, and only until a
-            regular one is there; steps or a policy.
-        save_on_signal: signals, such as ``("SIGTERM", "SIGUSR1")`` or their numbers, that let the next :meth:`step`
-            save; after that the process ends as the signal asks. SIGUSR1 and SIGUSR2 only save. A
+        async_save: whether training continues while a checkpoint is written; and what to do if a save is due while
+            another is running: ``"wait"`` for it, as True does, ``"skip"`` the new one, or
+            ``"latest"``: save as soon as the other one has ended, at the step of that moment.
+        ephemeral: when to make checkpoints between the others; only the newest of them is kept, and only until a
+            regular one is committed. Steps or a policy.
+        save_on_signal: signals, such as ``("SIGTERM", "SIGUSR1")`` or their numbers, that make the next :meth:`step`
+            save; then the process ends as the signal demands. SIGUSR1 and SIGUSR2 only save. A
             :class:`recckpt.policies.OnSignal` limits how long that may take.
-        on_save_error: what the error of a save does that :meth:`step`, :meth:`window` or :meth:`epoch` began:
-            ``"raise"`` stops training; ``"warn"`` logs it, and a function gets it, on every rank, and training goes on,
-            until three saves in a row have failed, or as many as a :class:`recckpt.policies.Tolerate` says. It is in
+        on_save_error: what to do with errors of saves begun by :meth:`step`, :meth:`window` or :meth:`epoch`:
+            ``"raise"`` them; ``"warn"`` logs them and a function gets them, on every rank, and training continues
+            until three saves in a row have failed, or as many as a :class:`recckpt.policies.Tolerate` says. They are in
             :attr:`counts` and ``recckpt watch``. :meth:`save`, :meth:`close` and the end of ``with`` raise.
-        save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
-        step_prefix: of the names of checkpoints: ``"model"`` for ``model_<step>``.
+        save_at_start: whether ``with`` saves before training starts, if there was nothing to restore.
+        step_prefix: prefix of checkpoint names: ``"model"`` for ``model_<step>``.
 
     Raises:
         TypeError: ``saver`` is not a :class:`recckpt.Saver`.
@@ -138,49 +138,49 @@ class CheckpointManager(Resumable):
         save_at_start: bool = False,
         step_prefix: str = layout.STEP_PREFIX,
     ) -> Self:
-        """Return a manager of all that a run consists of; restores nothing, and logs in a line what it saves and how.
+        """Return a manager of everything in a run; restores nothing, and logs in one line what it saves and how.
 
-        The tables of the model are found, those of ``nn.Embedding`` and TorchRec too
-        (:func:`recckpt.live.live_tables`), and each optimizer is known by what it trains. Call it on each rank once the
-        model is wrapped and the optimizers are made. Collective where TorchRec has sharded the model.
+        Finds the tables of the model, those of ``nn.Embedding`` and TorchRec too
+        (:func:`recckpt.live.live_tables`), and recognises each optimizer by what it trains. Call it on each rank after
+        the model is wrapped and the optimizers are made. Collective if TorchRec has sharded the model.
 
-        Several things may be given by name, ``{"towers": adam}``; names stand in checkpoints. Without a name they are
-        ``dense_optim``, ``scheduler`` and ``loader``, the second of a list ``dense_optim_1``. Register what else has
-        state, such as a scaler, by :meth:`register_for_checkpointing`.
+        Several objects may be given by name, ``{"towers": adam}``; checkpoints use the names. Without a name they are
+        ``dense_optim``, ``scheduler`` and ``loader``; the second of a list is ``dense_optim_1``. Register other
+        objects with state, such as a scaler, by :meth:`register_for_checkpointing`.
 
         Args:
             model: any module.
-            optimizers: all that train it, one of tables (:mod:`recckpt.sparse`) and any number of others.
-            schedulers: those of the optimizers.
-            loader: what has a position in the data, as :meth:`register_io_state` takes it; several, too. Where it is
-                None, a restore names the loaders that shuffle among the variables of the calling code; ``()`` for none.
-            output_dir: where checkpoints go, as of :class:`recckpt.Saver`.
+            optimizers: all that train it: at most one of tables (:mod:`recckpt.sparse`) and any number of others.
+            schedulers: learning-rate schedulers of the optimizers.
+            loader: one or several objects with a position in the data, as for :meth:`register_io_state`. If it is
+                None, a restore warns of loaders that shuffle among the caller's variables; ``()`` for no loader.
+            output_dir: where checkpoints go, as for :class:`recckpt.Saver`.
             save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
-            max_keep: how many to keep: by default two, so that a damaged newest one leaves another.
-            async_save: whether training goes on while a checkpoint is written: yes by default, see docs/async.md.
-            deltas: whether a save writes only what has changed: yes by default, see docs/deltas.md.
-            tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or what it has returned; None leaves
-                embeddings that are not recckpt's dense.
+            max_keep: how many to keep: by default two, so that another one is left if the newest is damaged.
+            async_save: whether training continues while a checkpoint is written: yes by default, see docs/async.md.
+            deltas: whether a save writes only what changed: yes by default, see docs/deltas.md.
+            tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or its result; None leaves
+                embeddings of other libraries dense.
             concurrency: threads that read and write tables.
             near: when to make near saves, and where they go; see docs/near.md.
-            choose: which slots and rows of tables are saved, and how narrow; None for all as they are.
+            choose: which slots and rows of tables are saved, and in which dtype; None for all as they are.
             transfers: how files travel, and how long ranks wait for each other.
             on_save: called with the :class:`recckpt.SaveInfo` of each save.
-            run: what metrics call this job.
-            metadata: what the run is about, such as ``{"owner": "ads", "data": "v3"}``, as JSON has it: kept with each
-                checkpoint, and by a restore, entry by entry where this call has none of that name.
-            shard_id: number of this rank, as of :class:`recckpt.CheckpointManager`; so are all that follow.
+            run: the name of this job in metrics.
+            metadata: about the run, such as ``{"owner": "ads", "data": "v3"}``, in JSON types: stored with each
+                checkpoint; a restore adds the checkpoint's entries that this call lacks.
+            shard_id: number of this rank, as for :class:`recckpt.CheckpointManager`; so are all that follow.
             shard_num: number of ranks.
-            ephemeral: when to make checkpoints of which only the newest stays.
-            save_on_signal: signals that let the next step save.
-            on_save_error: what the error of a save does that a step began.
+            ephemeral: when to make checkpoints between the others, of which only the newest is kept.
+            save_on_signal: signals that make the next step save.
+            on_save_error: what to do with errors of saves that a step began.
             save_at_start: whether ``with`` saves before training starts.
-            step_prefix: of the names of checkpoints.
+            step_prefix: prefix of checkpoint names.
 
         Raises:
             TypeError: ``model`` is not a module, or an argument is missing or unknown.
-            ValueError: something is not saved as it is, or not known; all of it, before anything is made. Or a signal
-                that cannot be caught, once the output dir is made.
+            ValueError: something would not be saved, or is unknown; lists all of it, before anything is made. Or a
+                signal cannot be caught, after the output dir was made.
             OSError: the output dir cannot be written.
         """
         place = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
@@ -227,12 +227,12 @@ class CheckpointManager(Resumable):
 
     @property
     def metadata(self) -> Mapping[str, StateValue]:
-        """What the run is about, as :meth:`attach` was given it, and what a restored checkpoint has beside that.
+        """About the run, as given to :meth:`attach`, with further entries of a restored checkpoint.
 
-        Assign all of it, on all ranks, to have it in the checkpoints that follow.
+        Assign all of it, on all ranks, to store it with later checkpoints.
 
         Raises:
-            TypeError, ValueError: it is set to what JSON does not have.
+            TypeError, ValueError: it is set to something that JSON cannot hold.
         """
         return self._run.metadata
 
@@ -242,13 +242,13 @@ class CheckpointManager(Resumable):
 
     @property
     def event_time(self) -> float | None:
-        """The latest time of an event in the data so far, in seconds since 1970; None where none is known.
+        """The latest time of an event in the data so far, in seconds since 1970; None if unknown.
 
-        :meth:`step` moves it on. Assign it, on all ranks, to give it before the first batch, to set it back after a
-        wrong record, or on to where no clock is; a restored one takes its place.
+        :meth:`step` updates it. Assign it, on all ranks, to set it before the first batch, to set it back after a
+        wrong record, or ahead of the clock. A restore replaces it.
 
         Raises:
-            TypeError, ValueError: it is set to what is no time.
+            TypeError, ValueError: it is set to something that is not a time.
         """
         return self._run.event_time
 
@@ -263,7 +263,7 @@ class CheckpointManager(Resumable):
 
     @property
     def counts(self) -> SaveCounts:
-        """What became of the saves so far."""
+        """How many saves were begun, skipped and failed so far."""
         return self._autosave.counts
 
     def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
@@ -282,52 +282,52 @@ class CheckpointManager(Resumable):
         metrics: Metrics = None,
         event_time: float | None = None,
     ) -> None:
-        """Count a step, and save if it is time; call it after each batch.
+        """Count a step, and save if a save is due; call it after each batch.
 
         Args:
             state: numbers, strings, and lists and dicts of these, for readers without torch; kept with the checkpoint,
                 if this step makes one.
-            metrics: name -> number, for policies of what to keep and when to save; kept in the same place.
-            event_time: the latest time of an event in this batch, in seconds since 1970. One that is a day ahead of
-                the clock, and of the last, is not taken, with a warning.
+            metrics: name -> number, for policies of what to keep and when to save; stored like ``state``.
+            event_time: the latest time of an event in this batch, in seconds since 1970. A time that is a day ahead of
+                the clock and of the previous one is ignored, with a warning.
 
         Raises:
             TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
             ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is none of
-                these, a metric not a number, or either is called ``event_time``, ``windows`` or ``epochs``. One rank
-                alone has not counted a refused step; of several all raise ``SaveFailedError`` at a save.
-            SaveFailedError: this save, or the one before in the background; the next may well work.
+                these, a metric is not a number, or either is named ``event_time``, ``windows`` or ``epochs``. One rank
+                alone does not count a refused step; several ranks all raise ``SaveFailedError`` at a save.
+            SaveFailedError: this save, or the previous background save, failed; the next may work.
             WriterFencedError: another process has taken the output dir over.
         """
         with self._turn():
             self._autosave.count("step", state, metrics, event_time)
 
     def should_save(self, step: int | None = None, *, metrics: Metrics = None) -> bool:
-        """Say whether a step is to be saved, for loops that save by :meth:`save`; saves and counts nothing.
+        """Say whether a step is due to be saved, for loops that call :meth:`save`; saves and counts nothing.
 
-        It is where ``save_interval`` or ``ephemeral`` says so or a signal that ends the process came, unless a
-        checkpoint that stays has it, or the run is past it.
+        It is if ``save_interval`` or ``ephemeral`` says so, or a signal that ends the process came, unless a
+        checkpoint that is not ephemeral already has it, or the run is past it.
 
         Args:
             step: of a loop that counts its own steps; None for :attr:`global_step`.
-            metrics: as of :meth:`step`, for policies.
+            metrics: as for :meth:`step`, for policies.
         """
         with self._turn():
             return self._autosave.should_save(step, metrics)
 
     def window(self, *, state: State = None, metrics: Metrics = None) -> None:
-        """Count a window of the data, and save if it is time; call it once at its end, after its last step.
+        """Count a window of the data, and save if a save is due; call it once at its end, after its last step.
 
-        Where the last step is in a checkpoint already, that does not hold the end of the window: a save that is due
-        takes its place. Arguments and errors are as of :meth:`step`.
+        A checkpoint of the last step does not contain the end of the window: a save that is due
+        replaces it. Arguments and errors are as for :meth:`step`.
         """
         with self._turn():
             self._autosave.count("window", state, metrics, None)
 
     def epoch(self, *, state: State = None, metrics: Metrics = None) -> None:
-        """Count an epoch, and save if it is time; call it once at its end, after its last step and window.
+        """Count an epoch, and save if a save is due; call it once at its end, after its last step and window.
 
-        Arguments and errors are as of :meth:`step`.
+        Arguments and errors are as for :meth:`step`.
         """
         with self._turn():
             self._autosave.count("epoch", state, metrics, None)
@@ -340,18 +340,18 @@ class CheckpointManager(Resumable):
         state: Mapping[str, StateValue] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Manifest | None:
-        """Save this step now, and wait; None, and a log line, where it is in a checkpoint already.
+        """Save this step now, and wait; return None, and log so, if a checkpoint already has it.
 
         A checkpoint of this step that another branch of the run left behind is superseded.
 
         Args:
-            step: of a loop that counts its own steps and does not call :meth:`step`: the run goes on from there.
+            step: the step, in a loop that counts its own steps and does not call :meth:`step`.
             state: numbers, strings, and lists and dicts of these, for readers without torch.
             metrics: name -> number, for policies of what to keep.
 
         Raises:
             TypeError, ValueError: as :meth:`step`; or ``step`` is not an int, or the run is past it.
-            SaveFailedError: this save, or the one before in the background; the next may well work.
+            SaveFailedError: this save, or the previous background save, failed; the next may work.
             WriterFencedError: another process has taken the output dir over.
         """
         with self._turn():
@@ -360,12 +360,12 @@ class CheckpointManager(Resumable):
     def all_steps(self) -> list[int]:
         """Return the steps that :meth:`restore` can be given, in order of commit. Not collective.
 
-        They are those of committed checkpoints that a manager with this ``step_prefix`` named; damaged ones are left
+        These are the steps of committed checkpoints of a manager with this ``step_prefix``; damaged ones are left
         out, with an error in the log.
 
         Raises:
-            CorruptCheckpointError: there are only damaged ones.
-            FormatVersionError: a newer recckpt wrote one.
+            CorruptCheckpointError: all of them are damaged.
+            FormatVersionError: a newer recckpt wrote one of them.
         """
         self._check_process()
         steps = (
@@ -375,20 +375,20 @@ class CheckpointManager(Resumable):
         return [step for step in steps if step is not None]
 
     def latest_step(self) -> int | None:
-        """Return the last of :meth:`all_steps`, None where there is no checkpoint; raises as it. Not collective."""
+        """Return the last of :meth:`all_steps`, None without checkpoints; raises as it does. Not collective."""
         return max(self.all_steps()[-1:], default=None)
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of a step, and what it superseded. Collective: all ranks name the same step.
+        """Remove the checkpoint of a step, and those it superseded. Collective: all ranks name the same step.
 
-        Rotation's rules hold: what is pinned, what deltas are read from and the only checkpoint stay. Where the next
-        delta would stand on it, the next save is full. The run stays where it is, whichever step that was of.
+        Rotation's rules hold: pinned checkpoints, bases of deltas and the only checkpoint stay. If the next
+        delta would be based on it, the next save is full. The run stays at its present step.
 
         Raises:
             TypeError: ``step`` is not an int.
-            CheckpointInUseError: it stays; says why, and what to do.
-            CheckpointNotFoundError, CorruptCheckpointError: this step is not committed, or damaged.
-            SaveFailedError: the save that was under way has failed; nothing was deleted.
+            CheckpointInUseError: it cannot be removed; says why, and what to do.
+            CheckpointNotFoundError, CorruptCheckpointError: there is no such checkpoint, or it is damaged.
+            SaveFailedError: the running save failed; nothing was deleted.
             WriterFencedError: another process has taken the output dir over.
             RecckptError, OSError: the storage failed; delete it again.
         """
@@ -399,22 +399,22 @@ class CheckpointManager(Resumable):
                 self._run.note_saved(False)
 
     def forget(self, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
-        """Remove ids from a table: from its rows, and from all that lies in the output dir; see docs/forget.md.
+        """Remove ids from a table: from its rows, and from all files in the output dir; see docs/forget.md.
 
-        Collective: all ranks name the same ids. The next save is a full one, since a delta would name them as deleted.
+        Collective: all ranks name the same ids. The next save is full, as a delta would list them as deleted.
 
         Args:
-            table: its name, in the model or in any checkpoint.
+            table: the name of a table in the model or in any checkpoint.
             ids: int64, in any order, such as a tensor.
 
         Returns:
-            What was done, for each request that was carried out; that of this call is the last.
+            What was done for each request that was carried out; the last one is this call's.
 
         Raises:
             TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
-            CorruptCheckpointError: a checkpoint is damaged, so that what it holds is unknown.
+            CorruptCheckpointError: a checkpoint is damaged, so its ids are unknown.
             WriterFencedError: another process has taken the output dir over.
-            RecckptError, OSError: the storage failed, or a rank; the next save goes on with it.
+            RecckptError, OSError: the storage or a rank failed; the next save continues it.
         """
         with self._turn():
             self._autosave.settle_on_all()
@@ -431,32 +431,32 @@ class CheckpointManager(Resumable):
         rotation.pin(self._saver.storage, self._run.id_of(step))
 
     def unpin(self, step: int) -> None:
-        """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
+        """Allow rotation to remove the checkpoint of a step again, at the next save; no error if it is not pinned."""
         self._check_process()
         rotation.unpin(self._saver.storage, self._run.id_of(step))
 
     def wait_until_finished(self) -> None:
-        """Wait for the save that is under way; the manager goes on. Collective where there are several ranks.
+        """Wait for a running save; the manager can still be used afterwards. Collective among several ranks.
 
         Raises:
-            SaveFailedError, WriterFencedError: it failed, and its error was not raised yet.
+            SaveFailedError, WriterFencedError: it failed, and its error has not been raised yet.
         """
         with self._turn():
             self._autosave.settle_on_all()
 
     def reached_preemption(self) -> bool:
-        """Say whether a signal of ``save_on_signal`` came that ends the process, on any rank.
+        """Say whether a signal of ``save_on_signal`` that ends the process came on any rank.
 
-        The next :meth:`step`, or the end of ``with``, saves and ends it: a loop that does not come to a step soon may
-        stop there. Collective where there are several ranks.
+        The next :meth:`step`, or the end of ``with``, saves and ends it: a loop whose next step takes long may
+        stop there. Collective among several ranks.
         """
         with self._turn():
             return self._autosave.reached_preemption()
 
     def close(self) -> None:
-        """Wait for the save that is under way, and give signals back what they did before.
+        """Wait for a running save, and restore the previous signal handlers.
 
-        A save that ``async_save="latest"`` has put off is made first, of this step. Collective then, where there are
+        A save that ``async_save="latest"`` has put off is made first, of this step. Collective then, with
         several ranks.
 
         Raises:

@@ -52,8 +52,6 @@ _TOO_LATE = (
 
 
 class RestoreOptions(TypedDict, total=False):
-    """Arguments of :meth:`recckpt.CheckpointManager.restore`, for callbacks that call it."""
-
     load_conf: Mapping[str, Any] | None
     required: bool
     hyper_parameters: HyperParameters
@@ -396,31 +394,31 @@ class Resumable(OneProcess):
         hyper_parameters: HyperParameters = "load",
         near: bool = True,
     ) -> int:
-        """Bring back the newest committed checkpoint or near save, or the checkpoint of one step; return its step.
+        """Restore the newest committed checkpoint or near save, or the checkpoint of one step; return its step.
 
-        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the newest that does
-        not stand on what is damaged.
+        If the newest checkpoint is damaged, logs an error and restores the newest one that does not need the damaged
+        files.
 
         Args:
             global_step: the step to restore; None or "latest" for the newest; "best" by ``Best`` in ``max_keep``.
-            load_conf: what to take; None for everything.
+            load_conf: what to restore; None for everything.
             rng: whether to restore the random generators of torch, CUDA, numpy and Python.
-            required: whether it is an error that there is nothing to restore.
-            hyper_parameters: ``"load"`` those of the checkpoint, or ``"keep"`` those that dense and sparse optimizers
-                have now, and the rates that their schedulers were made with; see docs/resume.md.
-            near: whether near saves count, of a saver that makes them; those of one step are never looked for.
+            required: whether it is an error if there is nothing to restore.
+            hyper_parameters: ``"load"`` those of the checkpoint, or ``"keep"`` the present ones of all optimizers,
+                and the rates that their schedulers were made with; see docs/resume.md.
+            near: whether to consider near saves, if the saver makes them; never with a step.
 
         Returns:
-            The step; 0 where there was nothing to restore.
+            The step; 0 if there was nothing to restore.
 
         Raises:
             CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
             CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
             FormatVersionError: a newer recckpt wrote one of them.
             StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
-            CheckpointRemovedError: time and again another process removed it before it was read.
-            PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
-            ValueError: ``hyper_parameters`` is neither, or :meth:`load_model_bank` has replaced them before.
+            CheckpointRemovedError: another process removed it before it was read, several times in a row.
+            PartlyLoadedError: reading failed after tables with rows had been changed; restore again.
+            ValueError: ``hyper_parameters`` is neither, or :meth:`load_model_bank` has already replaced them.
         """
         keeps = _keeps(hyper_parameters)
         if load_conf is None:
@@ -437,22 +435,22 @@ class Resumable(OneProcess):
         hyper_parameters: HyperParameters = "load",
         reload_interval: int | When | None = None,
     ) -> LoadReport:
-        """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
+        """Start from other runs, or resume: the own output dir counts as the last entry of the bank.
 
         Call it before :meth:`restore`, which then has nothing left to do.
 
         Args:
             bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/load.md. None is an
                 empty one.
-            hyper_parameters: as of :meth:`restore`, where the run resumes.
-            reload_interval: when :meth:`reload_dynamic` looks for what is new there, steps or a policy; None for after
+            hyper_parameters: as for :meth:`restore`, if the run resumes.
+            reload_interval: when :meth:`reload_dynamic` looks for newer checkpoints, steps or a policy; None for after
                 each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
 
         Raises:
-            ValueError: ``hyper_parameters`` is neither, or ``reload_interval`` cannot be one.
-            LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
-            StateMismatchError: state that does not fit the model; all of it.
-            CheckpointNotFoundError: a path holds no committed checkpoint.
+            ValueError: ``hyper_parameters`` or ``reload_interval`` is invalid.
+            LoadConfError: keys, names or paths do not exist; lists all of them, before anything is changed.
+            StateMismatchError: state does not fit the model; lists all of it.
+            CheckpointNotFoundError: a path has no committed checkpoint.
             CorruptCheckpointError: a file is damaged.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
@@ -473,10 +471,10 @@ class Resumable(OneProcess):
             return self._restorer.plan([] if bank is None else bank)
 
     def reload_dynamic(self) -> list[LoadReport]:
-        """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
+        """Load the dynamic entries of the bank whose path now has another checkpoint than the one loaded.
 
-        Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or as the ``reload_interval`` of
-        :meth:`load_model_bank` says. An entry takes the names that it won when the bank was loaded.
+        Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or by the ``reload_interval`` of
+        :meth:`load_model_bank`. An entry loads the names that it provided when the bank was loaded.
 
         Raises:
             StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.

@@ -37,19 +37,18 @@ class Run:
     global_step: int = 0  # steps so far
     windows: int = 0  # windows of the data that have ended
     epochs: int = 0  # epochs that have ended
-    is_saved: bool = False  # whether a checkpoint that stays holds the state of this step
-    near_order: tuple[int, int] | None = None  # of the near save that all of it was restored from, at the last restore
+    is_saved: bool = False  # whether a lasting checkpoint holds the state of this step
+    near_order: tuple[int, int] | None = None  # of the near save that the last restore took everything from
     event_time: float | None = None  # the latest time of an event in the data so far
     metadata: Mapping[str, StateValue] = field(default_factory=dict)  # what the run is about, for people
     step_prefix: str = layout.STEP_PREFIX  # of the ids of its checkpoints
-    _warned_of: frozenset[str] = frozenset()  # kinds of event times that a warning has spoken of
+    _warned_of: frozenset[str] = frozenset()  # warnings about event times that were logged
 
     @property
     def ckpt_id(self) -> str:
         return layout.step_id(self.global_step, self.step_prefix)
 
     def id_of(self, step: Any) -> str:
-        """Return the id of a step's checkpoint; TypeError if the step is not an int."""
         try:
             return layout.step_id(index(step), self.step_prefix)
         except TypeError:

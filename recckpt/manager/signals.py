@@ -80,8 +80,6 @@ class SignalWatch:
 
 
 class _Note:
-    """The signal handler of a watch."""
-
     def __init__(self) -> None:
         self.noted: deque[int] = deque()
         self.before: dict[int, Any] = {}
