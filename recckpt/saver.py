@@ -35,7 +35,6 @@ from recckpt.save.job import Destination, Job, Live, OnSave, SparseSaver, State
 from recckpt.save.save import save, span_of
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.trainers import Trainers
-from recckpt.storage import Storage
 from recckpt.text import plural, shown
 from recckpt.text.foreign_words import answers_by, unknown_attribute
 from recckpt.types import SavableTable
@@ -151,7 +150,11 @@ class Saver(Loads):
         self._extra, self._io_state = extra_registry(arguments.form_of_registered(model, live)), io_registry()
         self.trainers = Trainers(model, sparse_optim and updater(sparse_optim), self._extra, choice, live)
         self._live = Live(model, sparse_optim, self._extra, self._io_state, choice, self.trainers, live)
-        tier = _tier_of(near, storage, concurrency)
+        tier: NearTier | None = None
+        if near is not None:
+            from recckpt.near.tier import NearTier
+
+            tier = NearTier(near, storage, concurrency)
         fence = Fence(storage, self.made_at, near=tier or VOIDED, seen_before=lambda: seen_by(model.modules(), storage))
         writers, room = (fence, transport, SparseSaver(concurrency)), transfers.min_free_bytes
         to = Destination(storage, *writers, concurrency, room, on_save, changes, requests)
@@ -160,7 +163,11 @@ class Saver(Loads):
         self.loader = self._loader(name, live, _counting_from(changes, tier))
         self._runner, self.ranks = SaveRunner(), RanksNow(transfers.timeout_sec)
         self._tables = arguments.tables_in(model)
-        self.near_saves = _near_saves_of(tier, self._live, self._to, self._runner, self.loader)
+        self.near_saves: NearSaves | None = None
+        if tier is not None:
+            from recckpt.near.saves import NearSaves
+
+            self.near_saves = NearSaves(self._live, self._to, tier, self._runner, self.loader)
 
     def _loader(self, name: str, live: LiveTables, on_whole: OnWhole | None) -> Loader:
         to, objects = self._to, (self.model, self.sparse_optim, self._extra, self._io_state)
@@ -355,14 +362,6 @@ def _with_guests(to: Destination, tier: NearTier | None) -> Destination:
     return replace(to, compactors=(BackgroundCompactor(),))
 
 
-def _tier_of(near: Near | None, storage: Storage, concurrency: int) -> NearTier | None:
-    if near is None:
-        return None
-    from recckpt.near.tier import NearTier
-
-    return NearTier(near, storage, concurrency)
-
-
 def _counting_from(changes: Changes | None, tier: NearTier | None) -> OnWhole | None:
     """Return what makes deltas count from a restored checkpoint."""
     if changes is None:
@@ -372,13 +371,3 @@ def _counting_from(changes: Changes | None, tier: NearTier | None) -> OnWhole | 
     from recckpt.near.changes import count_from
 
     return partial(count_from, changes)
-
-
-def _near_saves_of(
-    tier: NearTier | None, live: Live, to: Destination, runner: SaveRunner, loader: Loader
-) -> NearSaves | None:
-    if tier is None:
-        return None
-    from recckpt.near.saves import NearSaves
-
-    return NearSaves(live, to, tier, runner, loader)

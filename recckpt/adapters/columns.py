@@ -38,13 +38,7 @@ class Head:
     is_delta: bool
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows [begin, end) of those that a part saves of a table."""
-
-    table: int
-    begin: int
-    end: int
+Piece = tuple[int, int, int]  # table, and [begin, end) of the rows that a part saves of it
 
 
 def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_bytes: int | None = None) -> None:
@@ -105,9 +99,9 @@ class _Exchange:
             for sender, parcel in enumerate(self._meetings.exchange(parcels)):
                 if sender != rank:
                     self._unpack(taken[sender][number : number + 1], sender, parcel)
-        for piece in (piece for window in taken[rank] for piece in window):
-            source, part = self._tables[piece.table][0], self._tables[piece.table][0].box.part
-            source.take(part, piece.begin, piece.end, source.send(part, piece.begin, piece.end))
+        for table, begin, end in (piece for window in taken[rank] for piece in window):
+            source, _ = self._tables[table]
+            source.take(source.box.part, begin, end, source.send(source.box.part, begin, end))
 
     def _windows(self, to: int, sender: int) -> list[list[Piece]]:
         """Return what one rank sends another, window by window; both compute the same."""
@@ -120,21 +114,21 @@ class _Exchange:
 
     def _packed(self, some: Sequence[Sequence[Piece]], to: int) -> Bytes:
         values: list[Bytes] = []
-        for piece in (piece for window in some for piece in window if to != self._meetings.rank):
-            source, heads = self._tables[piece.table]
-            values += source.send(heads[to].box.part, piece.begin, piece.end)
+        for table, begin, end in (piece for window in some for piece in window if to != self._meetings.rank):
+            source, heads = self._tables[table]
+            values += source.send(heads[to].box.part, begin, end)
         return _joined(values)
 
     def _unpack(self, some: Sequence[Sequence[Piece]], sender: int, parcel: Bytes) -> None:
         at = 0
-        for piece in (piece for window in some for piece in window):
-            source, heads = self._tables[piece.table]
+        for table, begin, end in (piece for window in some for piece in window):
+            source, heads = self._tables[table]
             values = []
             for spec in heads[sender].slots:
-                n_bytes = (piece.end - piece.begin) * spec.row_bytes
+                n_bytes = (end - begin) * spec.row_bytes
                 values.append(parcel[at : at + n_bytes])
                 at += n_bytes
-            source.take(heads[sender].box.part, piece.begin, piece.end, values)
+            source.take(heads[sender].box.part, begin, end, values)
 
 
 def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank: int) -> dict[int, Head]:
@@ -168,7 +162,7 @@ def windows(sizes: Mapping[int, tuple[int, int]], limit: int) -> list[list[Piece
                 made.append([])
                 left = max(limit, row_bytes)
             end = min(n_rows, at + left // row_bytes)
-            made[-1].append(Piece(table, at, end))
+            made[-1].append((table, at, end))
             left -= (end - at) * row_bytes
             at = end
     return made

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
+from typing import cast
 
 from recckpt.cli import terminal
 from recckpt.cli.commands import module_of, parsers
@@ -51,7 +52,7 @@ def _main(argv: Sequence[str]) -> int:
     logging.basicConfig(handlers=[terminal.LogLines()], level=logging.WARNING)
     try:
         with nullcontext() if args.command == "watch" else ElapsedTime(f"recckpt {args.command}"):
-            outcome: CommandResult = getattr(module_of(args.command), f"run_{args.command}")(args)
+            outcome = _run(args)
     except UsageError as error:
         command.print_usage(sys.stderr)
         terminal.complain(str(error))
@@ -70,6 +71,10 @@ def _main(argv: Sequence[str]) -> int:
     for problem in outcome.problems:
         terminal.complain(problem)
     return code
+
+
+def _run(args: argparse.Namespace) -> CommandResult:
+    return cast(CommandResult, getattr(module_of(args.command), f"run_{args.command}")(args))
 
 
 def _refuse_misspelt(

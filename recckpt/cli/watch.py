@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 _Look = TypeVar("_Look")
 _Look_co = TypeVar("_Look_co", covariant=True)
-_Lines = dict[
-    str, tuple[object, str]
-]  # what a line is of -> what makes it another, and its text; none where that is ""
+# What a line is about -> what makes it a new line, and its text; "" prints nothing.
+_Lines = dict[str, tuple[object, str]]
 
 _STYLES = {"plain": "", "good": "green", "doubtful": "yellow", "bad": "bold red"}
 _HEAD = ("RUN", "STEP", "AGE", "OVERDUE BY", "KEPT", "SIZE", "HEALTH")

@@ -21,7 +21,7 @@ import numpy as np
 
 from recckpt.convert.source import Array, ImportOptions, ImportSource, LeftOut, SourceContents, SourceTensor
 from recckpt.convert.source_files import SourceFiles
-from recckpt.convert.target_files import RECORDS, TargetFiles, scratch
+from recckpt.convert.target_files import TargetFiles, scratch
 from recckpt.convert.tensor_source import SourceBox, put_together, tensor_source, wished_tables
 from recckpt.convert.torch_file import portable_values, tensor_of
 from recckpt.convert.view import Export, TableView
@@ -221,7 +221,6 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
             with path.open("rb") as source, files.create(path.name) as sink:
                 while data := source.read(_STEP_BYTES):
                     sink.write(data)
-    files.put_json(export.metadata(), RECORDS["dcp"])
     return []
 
 

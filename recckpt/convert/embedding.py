@@ -8,7 +8,7 @@ import numpy as np
 
 from recckpt.convert.npy import write_header
 from recckpt.convert.source import LeftOut
-from recckpt.convert.target_files import RECORDS, TargetFiles, file_name, scratch
+from recckpt.convert.target_files import TargetFiles, file_name, scratch
 from recckpt.convert.view import Export, TableView, in_float32, numbers
 from recckpt.errors import ConversionError
 from recckpt.text import Progress
@@ -37,7 +37,6 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                     for begin in range(0, n_matrix, step):
                         sink.write(matrix[begin : begin + step].tobytes())
         progress.add_rows(table.n_rows)
-    files.put_json(export.metadata(), RECORDS["embedding"])
     return export.no_dense("a matrix is for rows; use safetensors")
 
 

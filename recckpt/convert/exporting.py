@@ -12,7 +12,7 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.convert.formats import HOLD_TENSORS, TARGETS, format_module
 from recckpt.convert.skip_damaged import Skipped, WholeRows, problem_of, whole_tensors
 from recckpt.convert.source import LeftOut, no_such_table
-from recckpt.convert.target_files import FORMAT, TargetFiles
+from recckpt.convert.target_files import FORMAT, RECORDS, TargetFiles
 from recckpt.convert.view import DTYPES, Batches, Export, TableView
 from recckpt.errors import ConversionError, CorruptCheckpointError
 from recckpt.format import layout
@@ -113,9 +113,6 @@ def export_checkpoint(
         found, expected = f"{dtype} for {to}, which does not have it", ", ".join(module.DTYPES) or "none"
         raise ConversionError(url, "dtype", found=found, expected=expected)
 
-    def locate() -> tuple[Storage, Checkpoint, list[CorruptCheckpointError]]:
-        return locate_damaged(path) if skip_damaged else (*locate_path(path), [])
-
     def write(located: tuple[Storage, Checkpoint, list[CorruptCheckpointError]]) -> Exported:
         storage, found, passed_over = located
         skipped = [Skipped(each.path, f"{problem_of(each)}: this checkpoint may be newer") for each in passed_over]
@@ -131,10 +128,12 @@ def export_checkpoint(
                 reduced = ((view.name, found.manifest.named_table(view.name).reduced) for view in export.tables)
                 left = [LeftOut(f"table {name}", f"was saved {each}") for name, each in reduced if each and str(each)]
                 left += module.write(export, files, progress)
+                if to in RECORDS:
+                    files.put_json(export.metadata(), RECORDS[to])
             left += _states_left(found, export, skipped, with_states=to == "recis")
         return Exported(found.ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes, tuple(skipped))
 
-    return first_whole(locate, write)
+    return first_whole(lambda: locate_damaged(path) if skip_damaged else (*locate_path(path), []), write)
 
 
 def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, *, with_tensors: bool) -> Export:

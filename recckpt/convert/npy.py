@@ -13,7 +13,7 @@ import numpy as np
 
 from recckpt.convert.source import Array, ImportOptions, ImportSource, LeftOut, SourceContents, SourceTensor
 from recckpt.convert.source_files import SourceFiles
-from recckpt.convert.target_files import DELETES, RECORDS, TargetFiles, check_is_one_table, file_name
+from recckpt.convert.target_files import DELETES, TargetFiles, check_is_one_table, file_name
 from recckpt.convert.tensor_source import TensorTable, tensor_source
 from recckpt.convert.view import Export, in_float32, numbers
 from recckpt.errors import ConversionError
@@ -127,7 +127,6 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                 write_header(sink, ID_SPEC, sum(map(len, table.deletes())))
                 for ids in table.deletes():
                     sink.write(ids.data)
-    files.put_json(export.metadata(), RECORDS["npy"])
     return export.no_dense("a directory of numpy is for rows; use safetensors")
 
 

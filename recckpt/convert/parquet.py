@@ -14,7 +14,6 @@ from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.target_files import (
     DELETES,
     FORMAT,
-    RECORDS,
     TargetFiles,
     check_is_one_table,
     check_is_whole,
@@ -86,7 +85,6 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
             schema = pa.schema([of_ids])
             gone = (pa.RecordBatch.from_arrays([pa.array(each)], schema=schema) for each in table.deletes())
             _write(files, schema, file_name(table.name + DELETES), gone, export.checkpoint)
-    files.put_json(export.metadata(), RECORDS["parquet"])
     return export.no_dense("Parquet is for rows; use safetensors")
 
 

@@ -9,7 +9,7 @@ from support.sources import read_column
 from support.thread_ranks import ThreadGroup, Wire
 
 from recckpt.adapters import columns as column_exchange
-from recckpt.adapters.columns import ColumnRows, Head, Piece, holders_of, join_columns, windows
+from recckpt.adapters.columns import ColumnRows, Head, holders_of, join_columns, windows
 from recckpt.errors import LiveTableError, RecckptError
 from recckpt.live.attached import AttachedTable
 from recckpt.parallel.ranks import Meetings
@@ -212,8 +212,8 @@ def test_parts_that_are_not_all_there_are_refused_and_windows_hold_what_fits_and
     for wrong in ([[one]], [[one], [one]], [[one], [Head(other.box, slots, True)]]):
         with pytest.raises(LiveTableError, match=r"table 't': found the parts .* expected each of 2 once"):
             holders_of("t", 0, wrong, 0)
-    pieces = [[Piece(0, 0, 3)], [Piece(2, 0, 1)], [Piece(2, 1, 2)]]
+    pieces = [[(0, 0, 3)], [(2, 0, 1)], [(2, 1, 2)]]
     assert windows({0: (3, 10), 1: (0, 4), 2: (2, 30)}, 40) == pieces
-    assert windows({5: (4, 10)}, 25) == [[Piece(5, 0, 2)], [Piece(5, 2, 4)]]
-    assert windows({5: (2, 10)}, 1) == [[Piece(5, 0, 1)], [Piece(5, 1, 2)]]
+    assert windows({5: (4, 10)}, 25) == [[(5, 0, 2)], [(5, 2, 4)]]
+    assert windows({5: (2, 10)}, 1) == [[(5, 0, 1)], [(5, 1, 2)]]
     assert windows({}, 10) == []

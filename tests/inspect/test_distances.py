@@ -1,5 +1,7 @@
 """Distances of rows, their quantiles, and rows found on both sides, held against float64 and a dict."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ def moves(before, after, *, tolerance=0.0, dtype="float32"):
     again = comparer.moves(*(side.view(rows)[:, 0] for side in sides))  # by the other way, where most rows changed
     for one, other in zip(found, again, strict=True):
         np.testing.assert_array_equal(one, other)
-    return found
+    return SimpleNamespace(**dict(zip(("rows", "l2", "cosine"), found, strict=True)))
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-3, 1.0, 1e25, 1e38])
