@@ -98,10 +98,6 @@ class KeyedStore(PlacedStore):
         return {slot.name: Column.over(slot, values[slot.name]) for slot in self.slots}
 
     @property
-    def saved_columns(self) -> Mapping[str, Column]:
-        return self.columns
-
-    @property
     def slots(self) -> tuple[SlotSpec, ...]:
         specs = (column.spec for column in self._rows.saved_columns.values())
         return in_order((*specs, *(SlotSpec(name, "int64", ()) for name in self._live.id_map().meta)))

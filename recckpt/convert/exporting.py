@@ -121,7 +121,8 @@ def export_checkpoint(
             if skip_damaged:
                 export = _opened_damaged(storage, found, choice, skipped, with_tensors=with_tensors)
             else:
-                export = _opened(storage, found, choice, with_tensors=with_tensors)
+                export = _opened(storage, found, choice)
+            _check_narrowed(export, found.directory, with_tensors=with_tensors)
             n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
             with Progress(f"exporting {found.ckpt_id}", n_bytes) as progress:
                 # No target has what the checkpoint lacks of tables that were not saved as they were.
@@ -136,7 +137,7 @@ def export_checkpoint(
     return first_whole(lambda: locate_damaged(path) if skip_damaged else (*locate_path(path), []), write)
 
 
-def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, *, with_tensors: bool) -> Export:
+def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice) -> Export:
     chosen, chain = _chosen(checkpoint, choice), OpenChain.open(storage, checkpoint)
     metadata, n_newer, views = _metadata(storage, checkpoint), None, []
     if choice.since is not None:
@@ -152,9 +153,7 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, *, with_t
             replaced = any(link.entry.is_whole for link in reader.links)
             view = _view(table, choice, None, reader.upserts)
             views.append(replace(view, replaced=replaced, deletes=reader.deletes))
-    export = Export(views, chain.tensors, choice.dtype, metadata, len(checkpoint.manifest.shards), chain.state)
-    _check_narrowed(export, checkpoint.directory, with_tensors=with_tensors)
-    return export
+    return Export(views, chain.tensors, choice.dtype, metadata, len(checkpoint.manifest.shards), chain.state)
 
 
 def _opened_damaged(
@@ -177,9 +176,7 @@ def _opened_damaged(
             skipped.append(Skipped(error.path, error.found))
             return {}
 
-    export = Export(views, tensors, choice.dtype, metadata, len(checkpoint.manifest.shards), load_whole)
-    _check_narrowed(export, checkpoint.directory, with_tensors=with_tensors)
-    return export
+    return Export(views, tensors, choice.dtype, metadata, len(checkpoint.manifest.shards), load_whole)
 
 
 def _metadata(storage: Storage, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from functools import partial
 
 from recckpt.convert.safetensors_file import (
     TensorFile,
+    are_counts,
     dense_tensors,
     header_of,
     read_header,
@@ -147,8 +148,7 @@ def _offsets(name: str, part: TensorFile, files: SourceFiles) -> _Offsets:
         expected = "where each tensor begins"
         raise ConversionError(files.path(name), _SHARDING, found=f"{text:.80}", expected=expected) from error
     for key, its_offsets in offsets.items():
-        are_counts = all(type(at) is int and 0 <= at < 2**59 for at in its_offsets)
-        if not are_counts or len(its_offsets) != len(part.tensors[key].shape):
+        if not are_counts(list(its_offsets)) or len(its_offsets) != len(part.tensors[key].shape):
             found, expected = f"offsets {list(its_offsets)!r:.80}", f"{len(part.tensors[key].shape)} numbers from 0 on"
             raise ConversionError(files.path(name), f"tensor {key!r}", found=found, expected=expected)
     return offsets

@@ -81,7 +81,7 @@ def _tensor(files: SourceFiles, name: str, key: str, entry: Any, begin: int) -> 
         raise ConversionError(
             path, where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(_DTYPES)}"
         )
-    if not _are_counts(shape) or len(shape) > MAX_DIMS or not _are_counts(place) or len(place) != 2:
+    if not are_counts(shape) or len(shape) > MAX_DIMS or not are_counts(place) or len(place) != 2:
         found = f"shape {shape!r:.80}, data_offsets {place!r:.80}"
         raise ConversionError(path, where, found=found, expected="numbers from 0 on")
     item = NUMPY_DTYPES[dtype]
@@ -109,7 +109,7 @@ def _check_places(path: str, header: Mapping[str, Any], n_bytes: int) -> None:
         raise ConversionError(path, "its size", found=f"{n_bytes} bytes of values", expected=f"{at}", remedy=remedy)
 
 
-def _are_counts(value: Any) -> bool:
+def are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**59 for item in value)
 
 

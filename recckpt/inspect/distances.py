@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.format.tensor_index import widened
 from recckpt.inspect.spread import Floats
 from recckpt.types import SlotSpec
 
@@ -73,7 +74,7 @@ def numbers(rows: Array, slot: SlotSpec) -> Array:
     """Return bytes of rows as numbers, shape (rows, values); as float32 where that is exact."""
     values: Array
     if slot.dtype == "bfloat16":
-        values = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        values = widened(rows.view(np.uint16))
     elif slot.dtype == "float16":
         values = rows.view(np.float16).astype(np.float32)
     else:
