@@ -286,7 +286,7 @@ class ParameterOrder:
     def _orders(self, n_saved: int) -> Iterator[list[str]]:
         """Yield the orders in which an optimizer may have been given the parameters.
 
-        Only the tables, or all others, if the file's optimizers have all parameters together.
+        If the file's optimizers together have all parameters, one of them may have only the tables, or all others.
         """
         if self.model is None:
             first: dict[Hashable, str] = {}  # of tied tensors

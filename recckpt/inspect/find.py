@@ -26,7 +26,7 @@ class CheckpointInfo:
     Attributes:
         path: its own path or URL, which readers and loads take.
         ckpt_id: its id.
-        step: global step, None where the saver did not count.
+        step: global step; None if the saver counts none.
         time: when it was committed, in UTC, as ISO 8601.
         kind: ``"full"`` or ``"delta"``.
         ephemeral: whether it is removed once a newer one is committed.

@@ -185,7 +185,7 @@ class RowCounts:
             self.add(piece.ids[first:end], values, slice(None) if len(some) == end - first else some - first)
 
     def add(self, ids: Int64s, columns: Mapping[str, Array], rows: Rows = slice(None)) -> None:
-        """Add rows, all but few of the columns, which have the shape (rows, values) and all slots.
+        """Count rows of columns that have all slots, each of shape (rows, values); ``rows`` leaves out only a few.
 
         Sums are taken over all rows and then selected, which is faster than to copy the selected rows.
         """

@@ -62,15 +62,15 @@ def verify(
 
     A deep check reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against the
     manifest, and for each table that its ids are where the catalogs say, that none occurs twice, and that its rows add
-    up, of a delta those of its chain. Each link is read once, however many checkpoints stand on it. Files that the
+    up, for a delta over its chain. Each link is read once, however many checkpoints need it. Files that the
     manifest does not list are not read.
 
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
         deep: False checks only the manifests and the sizes of the files.
         threads: number of files to read at once; None for 8. Locally at most one a core.
-        executor: checks the parts, which hold the rows, one a task: processes, or those of a cluster, which reach
-            ``path`` by the same name. All else is read here.
+        executor: checks the parts, which hold the rows, one a task: processes here or in a cluster that reach
+            ``path`` by the same name. All other files are read here.
 
     Returns:
         All problems, not only the first, in the order of checkpoints and files; [] if there are none.

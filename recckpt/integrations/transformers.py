@@ -41,18 +41,18 @@ _OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # an attribute of its arguments wh
 
 
 class TransformersCallback(SavesRun, TrainerCallback):
-    """Saves the model of a ``Trainer`` and all that it needs to go on, and steps the optimizer of its tables.
+    """Saves the model of a ``Trainer`` and all it needs to resume, and steps the optimizer of its tables.
 
-    The tables step right after the trainer's own optimizer, and not where that skips a step. Gradients are clipped
+    The tables step right after the trainer's own optimizer, unless that skips a step. Gradients are clipped
     here, by the norm of all of them: ``args.max_grad_norm`` is infinite meanwhile, so that the trainer clips nothing.
 
-    The trainer's own checkpoints are to be off, ``save_strategy="no"``: they cannot hold tables. To resume::
+    The trainer's own checkpoints must be off, ``save_strategy="no"``: they cannot hold tables. To resume::
 
         callback = TransformersCallback("runs/clicks", 1000, sparse_optimizer=lambda model: SparseAdamW(...))
         trainer = Trainer(model, args, train_dataset=..., callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
 
-    The trainer goes over the data that was seen, as it does for checkpoints of its own.
+    The trainer skips the data that was already seen, as for its own checkpoints.
 
     Arguments, and the attribute ``checkpoints``, are those of :class:`recckpt.integrations.run_options.SavesRun`.
     """
