@@ -25,26 +25,27 @@ PACKAGE = str(parsed.ROOT)
 # To read those of other programs as they are, and tensors that say where their shards lie, took 1 file, 500 lines and
 # 32 functions; a plain save, load, restore and step enter none of them. Metrics in reports and in SQL, metadata of a
 # run, runs that ended, dense tensors in narrow dtypes, and which recckpt reads a file: 240 lines and 25 functions. The
-# golden files took 800 lines of tests, what others wrote 1,000.
+# golden files took 800 lines of tests, what others wrote 1,000. Shards of Hugging Face, saves on exceptions, ids that were
+# evicted and keys of registered objects: 390 lines and 22 functions, and 1,000 lines of tests; the benchmark 190.
 HOUSE = {  # figure -> limit, goal
-    "lines": (65_118, 56_000),
-    "code lines": (44_379, 40_500),
+    "lines": (62_515, 56_000),
+    "code lines": (44_580, 40_500),
     "files": (302, 290),
-    "classes": (725, 550),
-    "dataclasses": (270, 230),
-    "functions": (4_728, 3_850),
-    "functions that are one return": (870, 650),
-    "lines of tests": (93_393, 70_000),
-    "test functions": (3_710, 3_200),
+    "classes": (717, 550),
+    "dataclasses": (269, 230),
+    "functions": (4_698, 3_850),
+    "functions that are one return": (860, 650),
+    "lines of tests": (94_576, 70_000),
+    "test functions": (3_766, 3_200),
     "names on top": (14, 14),
     "arguments of Saver": (12, 12),
     "arguments of CheckpointManager": (10, 10),
 }
 ENTERED = {  # way -> named functions and files: limit, goal
-    "a training step": ((95, 80), (18, 18)),
-    "a save": ((523, 430), (73, 60)),
-    "a load": ((634, 520), (78, 70)),
-    "a restore": ((686, 580), (87, 80)),
+    "a training step": ((94, 80), (18, 18)),
+    "a save": ((514, 430), (73, 60)),
+    "a load": ((633, 520), (78, 70)),
+    "a restore": ((684, 580), (87, 80)),
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 

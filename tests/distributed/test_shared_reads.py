@@ -283,7 +283,7 @@ def test_bits_of_odd_values_arrive_as_they_were(tmp_path):
 @mostly_slow("n_tables", "m_ranks")
 @pytest.mark.parametrize("n_ranks", [1, 3])
 @pytest.mark.parametrize("m_ranks", [1, 3])
-@pytest.mark.parametrize("n_tables", [60, 2, 300])
+@pytest.mark.parametrize("n_tables", [60, 2, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_chain_of_many_tables_is_read_once_and_in_few_requests(counted, tmp_path, n_tables, n_ranks, m_ranks):
     url, names = f"memory://tables-{n_tables}-{n_ranks}-{m_ranks}", {f"t{n}": "narrow" for n in range(n_tables)}
     on_ranks(n_ranks, lambda rank, to: ChainJob(url, rank, n_ranks, connect=to, names=names).save_chain())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -71,6 +71,7 @@ def applied(before, changes, table):
     return found
 
 
+@settings(max_examples=12)
 @given(st.lists(EDITS, min_size=1, max_size=6), st.data())
 def test_the_changes_since_any_older_checkpoint_lead_from_it_to_the_new_one(tmp_path_factory, edits, data):
     model = Model(tmp_path_factory.mktemp("run"))

@@ -228,7 +228,7 @@ def test_a_flip_in_any_batch_is_found_wherever_borders_of_ranges_cut_it(tmp_path
     monkeypatch.setattr(diff_tables, "_RANGE_BYTES", range_bytes)
     monkeypatch.setattr(diff_tables, "_CHUNK_BYTES", 100)
     for name in "ab":
-        save_tables(tmp_path / name, [filled("item", range(60))], batch_bytes=200, concurrency=1)
+        save_tables(tmp_path / name, [filled("item", range(30))], batch_bytes=120, concurrency=1)
     forge = Forge(tmp_path / side / "ckpt_1")
     path, data = forge.path(forge.parts[0]), forge.path(forge.parts[0]).read_bytes()
     with CheckpointReader(tmp_path / side) as reader:

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_the_manifest_that_is_returned_is_the_one_on_disk(tmp_path):
     assert list_checkpoints(saver.storage).committed[0].manifest == returned
     assert (returned.step, returned.seq, returned.state) == (7, 1, {"sparse_lr_0": 0.01, "auc": 0.5})
     assert {table.name: table.rows for table in returned.tables} == {"user/1": 5, "item": 0}
-    assert returned.writer["torch"] == torch.__version__
+    assert returned.writer["torch"] == version("torch")  # of the wheel: torch may add how it was built
     on_disk = json.loads((tmp_path / "c" / "manifest.json").read_text())
     intent = json.loads((tmp_path / "c" / "INTENT").read_text())
     assert on_disk["save_id"] == intent["save_id"] == returned.save_id
