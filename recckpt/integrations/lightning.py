@@ -47,7 +47,10 @@ class LightningCallback(SavesRun, Callback):
     clipped and scaled as one; with manual optimization the module does that. The files of a ``ModelCheckpoint`` beside
     it hold no tables.
 
-    Arguments, and the attribute ``checkpoints``, are those of :class:`recckpt.integrations.run_options.SavesRun`.
+    Arguments are those of :class:`recckpt.integrations.run_options.SavesRun`.
+
+    Attributes:
+        checkpoints: the manager, from the beginning of training on.
     """
 
     _sparse_optimizer: SparseOptimizer | None = None

@@ -54,7 +54,10 @@ class TransformersCallback(SavesRun, TrainerCallback):
 
     The trainer skips the data that was already seen, as for its own checkpoints.
 
-    Arguments, and the attribute ``checkpoints``, are those of :class:`recckpt.integrations.run_options.SavesRun`.
+    Arguments are those of :class:`recckpt.integrations.run_options.SavesRun`.
+
+    Attributes:
+        checkpoints: the manager, from the beginning of training on.
     """
 
     _tables: _TablesBeside | None = None

@@ -258,6 +258,6 @@ class Loads(OneProcess):
             return self.loader.plan_located(lambda: locate_bank(entries), shard_id)
 
     def names(self) -> list[str]:
-        """Internal: return a line for each name that can be loaded, for ``recckpt plan``."""
+        """Return a line for each name that can be loaded, with what is known of it, for ``recckpt plan``."""
         with self._turn():
             return list_inventory(self.loader.live_state().inventory)

@@ -19,7 +19,7 @@ from recckpt.format.manifest import Manifest, StateValue
 from recckpt.manager.options import ManagerOptions, Metrics, State, as_state, check_step, checked_event_time
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
-from recckpt.parallel.ranks import Ranks
+from recckpt.parallel.ranks import OtherCallError, Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Schedule, Trigger
 from recckpt.policies.when import Ends, Moment, When
 from recckpt.save.arguments import tables_in
@@ -137,7 +137,7 @@ class Autosave:
         self._reload_trigger: Trigger | None = None
         self._failures = 0  # in a row
         self._in_flight: SaveHandle | None = None
-        self._window, self._has_stepped = GradientWindow(saver), False
+        self._window, self._has_stepped, self._has_reached = GradientWindow(saver), False, False
         self._tables = tables_in(saver.model)
         self.date_tables()
 
@@ -242,12 +242,14 @@ class Autosave:
 
     def reached_preemption(self) -> bool:
         """Say whether a signal that ends the process came on any rank. Collective."""
-        return any(self._ranks_now().gather(self.is_ending))
+        is_reached = any(self._ranks_now().gather(self._signals.is_ending))
+        self._has_reached = self._has_reached or is_reached
+        return is_reached
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal that ends the process came on this rank. Not collective."""
-        return self._signals.is_ending
+        """Whether a signal that ends the process came on this rank, or was seen on another one. Not collective."""
+        return self._signals.is_ending or self._has_reached
 
     def finish(self) -> None:
         """Save the last step, even if the previous save failed; its error is raised afterwards.
@@ -267,6 +269,8 @@ class Autosave:
         """Wait for the previous save, then save; an error of the previous one is raised after that."""
         try:
             self._settle_for_save()
+        except OtherCallError:
+            raise  # the others are elsewhere: a save would wait for them
         except Exception:
             save()
             raise

@@ -28,6 +28,10 @@ _R = TypeVar("_R")
 Lost = Callable[[RankLostError], RecckptError]
 
 
+class OtherCallError(RecckptError):
+    """Ranks have met in different calls, so that whatever they do next together would go on in the wrong order."""
+
+
 def outcome_of(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     try:
         return work(), None
@@ -49,19 +53,16 @@ def error_of(rank: int, reason: Reason, failed: Failed | None) -> RecckptError:
     return RecckptError(f"rank {rank} failed: {reason}") if failed is None else failed(rank, reason)
 
 
-def _gathered(group: ProcessGroup, value: _T, failed: Failed | None) -> list[_T]:
-    """Return the values of all ranks; each sends with it in which call it is. Collective.
-
-    Raises:
-        RecckptError: one is in another call than rank 0, as where ranks have taken different numbers of steps.
-    """
+def _gathered(group: ProcessGroup, value: _T) -> list[_T]:
+    """Return the values of all ranks; each sends with it in which call it is. Collective."""
     of_ranks = group.all_gather((*_call(), value))
     place, call, _ = of_ranks[0]
     for rank, (other_place, other_call, _) in enumerate(of_ranks):
         if other_place != place:
-            where = f"it is in {other_call}() ({other_place}), and rank 0 in {call}() ({place})"
-            remedy = "let all make the same calls, in a loop that ends for all at the same step"
-            raise error_of(rank, f"{where}: ranks have taken different numbers of steps; {remedy}", failed)
+            raise OtherCallError(
+                f"rank {rank} is in {other_call}() ({other_place}), and rank 0 in {call}() ({place}): ranks have taken "
+                "different numbers of steps; let all make the same calls, in a loop that ends for all at the same step"
+            )
     return [value for _, _, value in of_ranks]
 
 
@@ -236,13 +237,13 @@ class Ranks:
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all ranks, in order of rank. Collective.
 
-        As in all methods, a missing rank raises RankLostError, or what ``lost`` makes of it; a rank that is in another
-        call raises RecckptError, as in :meth:`on_all`.
+        As in all methods, a missing rank raises RankLostError, or what ``lost`` makes of it; where ranks
+        are in different calls that gather or do work, as here and in :meth:`on_all`, all raise OtherCallError.
         """
         if self.connection is None:
             return [own]
         with self._group(self.connection) as group:
-            return _gathered(group, own, self.failed)
+            return _gathered(group, own)
 
     def on_all(self, work: Callable[[], _T]) -> list[_T]:
         """Do work on every rank and return all results, in order of rank; all raise the first failure. Collective."""
@@ -251,7 +252,7 @@ class Ranks:
 
         with self._group(self.connection) as group:
             result, failure = outcome_of(work)
-            outcomes: list[Any] = _gathered(group, (result, sendable(failure)), self.failed)
+            outcomes: list[Any] = _gathered(group, (result, sendable(failure)))
             for rank, (_, reason) in enumerate(outcomes):
                 self._raise_alike(rank, reason, failure if rank == group.rank else None)
             return [result for result, _ in outcomes]

@@ -58,6 +58,11 @@ class ElasticShards(Elastic):
             )
         if getattr(dataset, "_distributed", None) is not None:
             raise ValueError("dataset is split by node already: give it whole, and each rank gets its shards here")
+        if part := _part_of(dataset):
+            raise ValueError(
+                f"dataset has a {part}() that counts over all shards, and each shard alone would count anew: "
+                "choose by filter(), or by the files that load_dataset is given"
+            )
         names = [f"{getattr(dataset, 'split', None)}:{number}" for number in range(dataset.n_shards)]
         super().__init__(
             len(names), "shards", names, shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, ranks=ranks
@@ -92,6 +97,17 @@ class ElasticShards(Elastic):
                 self._parts = dict(parts)
                 yield batch
         self._end(iterator)
+
+
+def _part_of(dataset: Any) -> str | None:
+    """Return ``take`` or ``skip`` where a dataset was made by one; the library keeps that in what it iterates."""
+    step = getattr(dataset, "_ex_iterable", None)
+    while step is not None:
+        name = type(step).__name__
+        if name in {"SkipExamplesIterable", "TakeExamplesIterable"}:
+            return name[:4].lower()
+        step = getattr(step, "ex_iterable", None)
+    return None
 
 
 class _Shards:

@@ -74,7 +74,8 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _walked(model: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, nn.Parameter]]]:
     """Return :func:`wrappers_in` and the named parameters, tied ones by each name, from one walk over all modules."""
     wrappers, parameters = list[tuple[str, str]](), list[tuple[str, nn.Parameter]]()
-    has_own_way = type(model).named_parameters is not nn.Module.named_parameters  # FSDP hides its wrappers so
+    own_way = getattr(model.named_parameters, "__func__", None)
+    has_own_way = own_way is not nn.Module.named_parameters  # FSDP hides its wrappers so
     plain = set[type]()  # classes that wrap nothing: to ask each of 10,000 tables would take longer than the walk
     for path, module in model.named_modules(remove_duplicate=False):
         if type(module) not in plain:

@@ -111,3 +111,10 @@ def test_what_is_split_by_node_and_what_is_no_iterable_dataset_are_refused():
         ValueError, match=r"found a Dataset, which has no n_shards: one that has len\(\) goes to ElasticLoader"
     ):
         ElasticShards(datasets.Dataset.from_dict({"n": [1]}), 3)
+
+
+@pytest.mark.parametrize("part", ["take", "skip"])
+def test_a_part_that_is_counted_over_all_shards_is_refused(part):
+    dataset = getattr(made(), part)(9).map(lambda row: row)
+    with pytest.raises(ValueError, match=rf"dataset has a {part}\(\) that counts over all shards"):
+        ElasticShards(dataset, 3)

@@ -21,7 +21,7 @@ from recckpt.errors import (
     SaveFailedError,
     StateMismatchError,
 )
-from recckpt.parallel.ranks import Connection, Meetings, Ranks, RanksNow, this_rank
+from recckpt.parallel.ranks import Connection, Meetings, OtherCallError, Ranks, RanksNow, this_rank
 from recckpt.parallel.threads import run_all
 from recckpt.policies.when import EveryEventTime
 from recckpt.sparse import ShardedHashTable
@@ -156,12 +156,42 @@ def test_ranks_that_are_in_different_calls_are_told_which_and_why_that_may_be(tm
         manager.step(event_time=0)
 
     with pytest.raises(
-        SaveFailedError,
-        match=r"failed on rank 1: it is in save\(\) \(.*\), and rank 0 in step\(\) \(autosave.*\): ranks have taken "
+        OtherCallError,
+        match=r"rank 1 is in save\(\) \(.*\), and rank 0 in step\(\) \(autosave.*\): ranks have taken "
         r"different numbers of steps; let all make the same calls, in a loop that ends for all at the same step",
     ):
         on_ranks(2, work)
     assert checkpoints(tmp_path / "run") == []
+
+
+def test_a_rank_that_ends_while_others_step_makes_no_save_that_would_wait_for_them(tmp_path):
+    model, seen = nn.Linear(1, 1), list[str]()
+
+    def work(rank, connect):
+        saver = connect(Saver(model, output_dir=str(tmp_path / "run")))
+        manager = CheckpointManager(saver, EveryEventTime(10), shard_id=rank, shard_num=2, save_on_signal=())
+        manager.step(event_time=0)
+        with pytest.raises(OtherCallError):
+            manager.step(event_time=0) if rank else manager.__exit__(None, None, None)
+        seen.append(f"rank {rank} goes on")
+
+    on_ranks(2, work)
+    assert sorted(seen) == ["rank 0 goes on", "rank 1 goes on"]
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_a_run_that_a_signal_on_one_rank_ends_has_ended_well_on_none(tmp_path):
+    model = nn.Linear(1, 1)
+
+    def work(rank, connect):
+        saver = connect(Saver(model, output_dir=str(tmp_path / "run")))
+        with CheckpointManager(saver, 10, shard_id=rank, shard_num=2, save_on_signal=()) as manager:
+            manager.step()
+            manager._autosave._signals._has_ended = rank == 1  # as once it has come there
+            assert manager.reached_preemption()
+
+    on_ranks(2, work)
+    assert '"ended"' not in (tmp_path / "run/timeline.jsonl").read_text()
 
 
 def first_beside(other):

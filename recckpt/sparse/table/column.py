@@ -75,7 +75,7 @@ class Column:
         """Wrap a tensor that another owner holds, without a copy if it is contiguous."""
         column = cls(spec, values.device)
         column.shift = _ONE_BLOCK
-        column.memory = ColumnMemory.of([values.detach().contiguous()])
+        column.memory = ColumnMemory.of([values.detach().resolve_neg().contiguous()])
         return column
 
     @property
@@ -177,7 +177,8 @@ class Column:
                 block[inside] = values[at]
 
     def fitting(self, values: Tensor) -> Tensor:
-        return values.detach().to(self.device, self.dtype).contiguous()
+        # A view that stands for the negative of its memory, such as x.conj().imag, is read by its memory.
+        return values.detach().to(self.device, self.dtype).resolve_neg().contiguous()
 
     def write(self, begin: int, values: Tensor) -> None:
         done = 0

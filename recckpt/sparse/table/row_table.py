@@ -153,7 +153,7 @@ class RowTable(TableModule):
 
     @property
     def now(self) -> Now:
-        """Internal: the step and the time that a look-up would now leave in its rows."""
+        """The step and the time that a look-up would now leave in its rows."""
         return self.time.now
 
     @opaque

@@ -83,6 +83,7 @@ class HashTable(RowTable):
 
     Attributes:
         name, dtype, padding_id: as they were given.
+        anchor: an empty parameter, which stands for the rows in ``model.parameters()``.
 
     Raises:
         TypeError: ``admit`` is no policy, or ``on_evict`` no function.

@@ -128,6 +128,16 @@ def test_the_last_of_equal_ids_wins():
     assert table(ids_of(3)).item() == 9
 
 
+def test_a_view_that_stands_for_the_negative_of_its_memory_goes_in_by_its_values():
+    table, values = HashTable(3, name="t"), torch.randn(4, 3, dtype=torch.complex64).conj().imag
+    assert values.is_neg()
+    table.insert(torch.arange(4), values)
+    assert torch.equal(table.lookup(torch.arange(4))[0], values)
+    table.insert(torch.arange(4), torch.zeros(4, 3))
+    table.set_slot("embedding", torch.arange(4), values)
+    assert torch.equal(table.lookup(torch.arange(4))[0], values)
+
+
 @pytest.mark.parametrize(
     ("ids", "embeddings", "slots"),
     [
