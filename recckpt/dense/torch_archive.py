@@ -88,17 +88,24 @@ class LoadableArchive(NamedTuple):
     entries: Mapping[str, zipfile.ZipInfo]
 
 
-def check_loadable(content: BinaryIO, path: str) -> LoadableArchive:
+def check_loadable(content: BinaryIO, path: str, max_bytes: int = sys.maxsize) -> LoadableArchive:
     """Check that a file is a zip of torch.save with a pickled dict that names only tensors and plain data.
 
-    Opcodes are read, not run. A file crafted to be well-formed but not loadable passes.
+    Opcodes are read, not run. A file crafted to be well-formed but not loadable passes. ``max_bytes`` is of the pickle.
     """
+
+    def read(name: str) -> bytes:
+        entry = entries[f"{root}/{name}"]
+        if entry.compress_type != zipfile.ZIP_STORED or not entry.file_size == entry.compress_size <= max_bytes:
+            raise ValueError(f"{name} is compressed, or has {entry.file_size} bytes")
+        return archive.read(entry)
+
     try:
         with zipfile.ZipFile(content) as archive:
             n_entries, entries = len(archive.infolist()), {entry.filename: entry for entry in archive.infolist()}
             root = next(iter(entries), "").partition("/")[0]
-            data = archive.read(f"{root}/data.pkl")
-            byteorder = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in entries else b"little"
+            data = read("data.pkl")
+            byteorder = read("byteorder") if f"{root}/byteorder" in entries else b"little"
     except Exception as error:  # zipfile raises many kinds for other bytes
         is_of_storage = isinstance(error, OSError) and error.errno != errno.EINVAL  # EINVAL: a seek before the file
         if is_of_storage or isinstance(error, RecckptError):

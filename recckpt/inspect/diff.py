@@ -13,7 +13,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
 from recckpt.format.tables import descriptions_of
 from recckpt.inspect.diff_result import CheckpointDiff, KeyDiff, Side, Status, TableDiff, ValueDiff
-from recckpt.inspect.diff_states import Keys, compare_keys, states_in
+from recckpt.inspect.diff_states import State, compare_keys, states_in
 from recckpt.inspect.diff_tables import compare_table, slots_of
 from recckpt.inspect.diff_tensors import comparable, compare_tensors
 from recckpt.output_dir.at_path import locate_path
@@ -142,26 +142,27 @@ def _compare_values(
     """Yield what became of training state, by its values, and of what lies in ``.pt`` files.
 
     These are compared key by key where a checksum differs. Of files with several values that are not of the form that
-    recckpt writes, no checksum says which of the values have changed.
+    recckpt writes, or too large, no checksum says which of the values have changed.
     """
     state, other_state = ({"step": side.manifest.step, **side.manifest.state} for side in (before, after))
     for name in {**state, **other_state}:
-        one, other = state.get(name), other_state.get(name)
-        is_nan = all(isinstance(value, float) and math.isnan(value) for value in (one, other))
-        is_same = is_nan or (type(one) is type(other) and one == other)
-        yield ValueDiff("training state", name, _status(name, state, other_state, is_same), one, other)
+        old, new = state.get(name), other_state.get(name)
+        is_nan = all(isinstance(value, float) and math.isnan(value) for value in (old, new))
+        is_same = is_nan or (type(old) is type(new) and old == new)
+        yield ValueDiff("training state", name, _status(name, state, other_state, is_same), old, new)
     for group, (names, files) in groups.items():
         other_names, other_files = other_groups[group]
         sums, other_sums = ({name: file.xxh3 for name, file in each.items()} for each in (files, other_files))
         every = dict.fromkeys([*names, *other_names])
         changed: Status = "changed" if len(every) == 1 and group != "plain value" else "unclear"
-        states = dict[str, Keys](), dict[str, Keys]()
+        states = dict[str, State](), dict[str, State]()
         if every and sums != other_sums:
             states = states_in(before, files.values()), states_in(after, other_files.values())
         for name in every:
             status, inside = _status(name, names, other_names, sums == other_sums, changed), tuple[KeyDiff, ...]()
             if status == changed and all(states) and any(name in side for side in states):
-                inside = tuple(compare_keys(states[0].get(name, {}), states[1].get(name, {}), tolerance))
+                one, other = (side.get(name, State({}, {})) for side in states)
+                inside = tuple(compare_keys(one, other, tolerance))
                 status, inside = "changed" if inside else "same", () if group == "random state" else inside
             yield ValueDiff(group, name, status, inside=inside)
 

@@ -26,7 +26,9 @@ TENSOR_HEAD = ("TENSOR", "STATUS", "RELATIVE", "LARGEST", "AT", "KIND")
 VALUE_HEAD = ("WHAT", "NAME", "STATUS", "BEFORE", "AFTER")
 KEY_HEAD = ("KEY", "STATUS", "LARGEST", "BEFORE", "AFTER")
 _MOST_KEYS = 20  # of one object, that are listed in text
-UNCLEAR = "unclear: one of these differs; they share a file that recckpt has not written, checksummed as a whole"
+UNCLEAR = (
+    "unclear: one of these differs; they share a file, too large or not as recckpt writes it, which is compared whole"
+)
 _TONES: dict[str, Tone] = {"added": "good", "gone": "damaged", "changed": "unsure", "unclear": "unsure"}
 NUMBERS = frozenset({*TABLE_HEAD[1:], *SLOT_HEAD[4:], "CHANGED", "ID", "L2", "COSINE", "RELATIVE", "LARGEST"})
 _SHARES = ("added", "gone", "changed", "same")
@@ -123,7 +125,8 @@ class ValueDiff:
     # dataset; ``"plain value"``, of the model; ``"random state"``
     group: str
     name: str
-    # what became of it; ``"unclear"`` where the file that holds it with others differs, and is not of recckpt's form
+    # what became of it; ``"unclear"`` where the file that holds it with others differs, and is too large or not of
+    # recckpt's form
     status: Status
     before: Any = None  # its value before, of training state
     after: Any = None  # its value after, of training state

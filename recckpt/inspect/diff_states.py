@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import math
-import pickle
-import struct
+import pickletools
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from itertools import islice
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,117 +17,304 @@ from recckpt.dense.torch_archive import HEADER_BYTES, LENGTHS_AT, LoadableArchiv
 from recckpt.errors import CheckpointRemovedError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
-from recckpt.format.tensor_index import NUMPY_DTYPES, STORAGES, widened
+from recckpt.format.tensor_index import MAX_DIMS, NUMPY_DTYPES, STORAGES, widened
 from recckpt.inspect.diff_result import KeyDiff
 from recckpt.inspect.diff_tensors import Array, Comparable, compare_tensors
 
 _SHOWN = 200  # characters of a value that is no number
-Keys = Mapping[str, Any]  # what an object holds, by the place in its state: plain values, and tensors to be read
+_MOST_BYTES = 32 << 20  # of a pickle: a file that holds more is not looked into
+_MOST_OPCODES = 2_000_000  # a tensor takes some 35
+_MOST_WORK = 64 << 20  # characters of keys and values, with what each takes beside that:
+_KEY_COST, _ITEM_COST, _TENSOR_COST = 200, 16, 1000
+_MOST_READINGS = 16  # of the bytes of a file: tensors may share some
+_MOST_DEPTH = 200
+_REORDERED_BYTES = 16 << 20  # a tensor that lies in another order on either side is read whole up to here
 
 
-def states_in(side: OpenChain, files: Iterable[FileEntry]) -> dict[str, Keys]:
-    """Return what each name in some files holds, by key; {} where a file is of another form than the format's."""
-    states: dict[str, dict[str, Any]] = {}
+class Lying(NamedTuple):
+    """A tensor that fills one block. ``read(begin, end)`` gives values in the order in which they lie."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # its dimensions of more than one value, the outermost first
+    read: Callable[[int, int], Array]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
+
+    def by_index(self) -> Array:
+        values = self.read(0, prod(self.shape)).reshape([self.shape[dim] for dim in self.order])
+        by_index: Array = values.transpose(np.argsort(self.order)).reshape(-1)
+        return by_index
+
+
+class State(NamedTuple):
+    leaves: dict[str, Any]  # by place: numbers, texts, bytes, tensors; all else as :class:`_Text`
+    containers: dict[str, str]  # kind of each that has leaves
+
+
+class _Text(str):
+    pass
+
+
+class _Items(list[tuple[Any, Any]]):
+    """Of a dict: nothing of a file is hashed, since that of nested tuples may be endless."""
+
+    kind = "dict"
+
+
+class _Members(list[Any]):
+    """Of a set."""
+
+
+def states_in(side: OpenChain, files: Iterable[FileEntry]) -> dict[str, State]:
+    """Return what each name in some files holds; {} where a file is of another form than the format's, or too large."""
+    states: dict[str, State] = {}
+    left = _MOST_WORK  # over all ranks
     for file in files:
         path = layout.join(side.directory, file.name)
         rank = file.name.rpartition("_")[2].partition(".")[0] if layout.content_of_rank(file.name) else None
         try:
             with side.files.open(path) as content:
-                state = _StateReader(check_loadable(content, path), partial(side.files.read, path)).load()
-            for name, value in state.items():
-                states.setdefault(name, {}).update(_leaves("" if rank is None else f" of rank {rank}: ", value))
+                archive = check_loadable(content, path, _MOST_BYTES)
+            reader = _StateReader(archive, partial(side.files.read, path), file.n_bytes, left)
+            for name, value in reader.load():
+                if type(name) is not str:
+                    raise ValueError("a name that is no text")
+                into = states.setdefault(name, State({}, {}))
+                reader.fill(into, "" if rank is None else f" of rank {rank}: ", value)
+            left = reader.left
         except (OSError, CheckpointRemovedError):
             raise
         except Exception:  # whatever was written there: its bytes are those of its checksum
             return {}
-    return dict(states)
+    return states
 
 
-def compare_keys(before: Keys, after: Keys, tolerance: float) -> Iterator[KeyDiff]:
+def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyDiff]:
     """Yield the keys that differ; tensors by their values, as those of the model."""
-    for key in {**before, **after}:
-        if key not in before or key not in after:
-            one, other = _shown(before.get(key)), _shown(after.get(key))
-            yield KeyDiff(key, "gone" if key in before else "added", one, other)
-            continue
-        one, other = before[key], after[key]
-        if isinstance(one, Comparable) and isinstance(other, Comparable):
-            [tensor] = compare_tensors([one], [other], tolerance, lambda n_bytes: None)
-            if tensor.status != "same":
-                yield KeyDiff(key, "changed", tensor.before, tensor.after, tensor.largest)
-        elif repr(one) != repr(other) and not (type(one) is set and one == other):  # as texts, two NaN are the same
+    for at, kind in before.containers.items():
+        if (other_kind := after.containers.get(at, kind)) != kind:
+            yield KeyDiff(at, "changed", kind, other_kind)
+    for key in {**before.leaves, **after.leaves}:
+        one, other = before.leaves.get(key), after.leaves.get(key)
+        if key not in before.leaves or key not in after.leaves:
+            yield KeyDiff(key, "gone" if key in before.leaves else "added", _shown(one), _shown(other))
+        elif isinstance(one, Lying) and isinstance(other, Lying):
+            is_same, largest = _compared(one, other, tolerance)
+            if not is_same:
+                yield KeyDiff(key, "changed", _shown(one), _shown(other), largest)
+        elif type(one) is not type(other) or (
+            one != other if isinstance(one, str | bytes) else repr(one) != repr(other)  # as texts, two NaN are the same
+        ):
             yield KeyDiff(key, "changed", _shown(one), _shown(other))
+    orders = [[key for key in side.leaves if key in other.leaves] for side, other in ((before, after), (after, before))]
+    first = next((n for n, pair in enumerate(zip(*orders, strict=True)) if pair[0] != pair[1]), None)
+    if first is not None:
+        one, other = (f"the order {', '.join(islice(order, first, first + 10)):.{_SHOWN}}" for order in orders)
+        yield KeyDiff("", "changed", one, other)
+
+
+def _compared(one: Lying, other: Lying, tolerance: float) -> tuple[bool, float | None]:
+    """Say whether two tensors are the same, and by how much they differ; None where this is not told."""
+    if one.shape != other.shape:
+        return False, None
+    reads = [one.read, other.read]
+    try:
+        if one.order != other.order:
+            if max(one.nbytes, other.nbytes) > _REORDERED_BYTES:
+                return False, None
+            values, others = one.by_index(), other.by_index()
+            reads = [lambda begin, end: values[begin:end], lambda begin, end: others[begin:end]]
+        flat = [Comparable("", "", one.dtype, (prod(one.shape),), reads[0])]
+        other_flat = [Comparable("", "", other.dtype, (prod(one.shape),), reads[1])]
+        [tensor] = compare_tensors(flat, other_flat, tolerance, lambda n_bytes: None)
+    except EOFError:  # a record lies elsewhere than the file says
+        return False, None
+    return tensor.status == "same", tensor.largest
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, Comparable):
-        return value.kind
-    return value if value is None or isinstance(value, bool | int | float) else f"{value!s:.{_SHOWN}}"
+    if isinstance(value, Lying):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{value[:_SHOWN]!s:.{_SHOWN}}" if isinstance(value, str | bytes) else value
 
 
-def _leaves(at: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a state holds, by key; a list of nothing but plain values is one of these."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            is_name = isinstance(key, str) and key.isidentifier()
-            yield from _leaves(f"{at}.{key}" if is_name else f"{at}[{key!r}]", item)
-    elif type(value) in (list, tuple) and any(isinstance(item, dict | list | tuple | Comparable) for item in value):
-        for number, item in enumerate(value):
-            yield from _leaves(f"{at}[{number}]", item)
-    else:
-        yield at, value
+class _StateReader:
+    """Runs the few opcodes that :func:`check_loadable` lets pass, in bounded time and memory.
 
+    ValueError, or another error, for whatever recckpt does not write.
+    """
 
-class _StateReader(pickle.Unpickler):
-    """Knows what :func:`check_loadable` lets pass, and gives each tensor as what reads it."""
-
-    def __init__(self, archive: LoadableArchive, read: Callable[[int, int], bytes]) -> None:
-        super().__init__(io.BytesIO(archive.pickle))
-        self._archive, self._read = archive, read
+    def __init__(self, archive: LoadableArchive, read: Callable[[int, int], bytes], n_bytes: int, left: int) -> None:
+        self._archive, self._read, self._n_bytes = archive, read, n_bytes
+        self.left, self._to_read = left, _MOST_READINGS * n_bytes
         self._known: Mapping[str, Any] = {
             "torch._utils _rebuild_tensor_v2": lambda storage, *args: self._tensor(*storage, *args[:3]),
             "torch._utils _rebuild_tensor_v3": lambda storage, *args: self._tensor(storage[0], args[5], *args[:3]),
             "torch._utils _rebuild_parameter": lambda values, *_: values,
             "torch.storage UntypedStorage": "uint8",
-            "torch Size": partial(tuple),
-            "torch device": lambda *names: ":".join(map(str, names)),
-            "_codecs encode": lambda text, encoding: text.encode("latin1"),
-            "__builtin__ set": partial(set),
-            "__builtin__ complex": partial(complex),
-            "collections OrderedDict": partial(OrderedDict),  # partial: attributes that a file sets go with it
-            "collections Counter": partial(Counter),
+            "torch Size": tuple,
+            "torch device": lambda kind, *index: f"{_of(kind, str)}{''.join(f':{_of(one, int)}' for one in index)}",
+            "_codecs encode": lambda text, encoding: _of(text, str).encode("latin1"),
+            "__builtin__ set": lambda members: _Members(_of(members, list)),
+            "__builtin__ complex": lambda real, imag: complex(_of(real, float), _of(imag, float)),
+            "collections OrderedDict": partial(_items, "OrderedDict"),
+            "collections Counter": partial(_items, "Counter"),
             **{f"torch {kind}": dtype for dtype, kind in STORAGES.items()},
             **{f"torch {dtype}": dtype for dtype in NUMPY_DTYPES},
         }
 
-    def find_class(self, module: str, name: str) -> Any:
-        return self._known[f"{module} {name}"]
+    def load(self) -> _Items:
+        stack: list[Any] = []
+        outer: list[list[Any]] = []  # what lies below each mark
+        memo: dict[int, Any] = {}
+        for opcode, arg, _ in islice(pickletools.genops(self._archive.pickle), _MOST_OPCODES):
+            name = opcode.name
+            if name in _VALUES:
+                stack.append(self._known[_of(arg, str)] if name == "GLOBAL" else arg)
+            elif name in ("BINPUT", "LONG_BINPUT"):
+                memo[_of(arg, int)] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[_of(arg, int)])
+            elif name in _NEW:
+                stack.append(_NEW[name]())
+            elif name == "MARK":
+                outer.append(stack)
+                stack = []
+            elif name in _HOLDS:
+                if n_members := _HOLDS[name]:
+                    members = stack[-n_members:]
+                    del stack[-n_members:]
+                else:
+                    members, stack = stack, outer.pop()
+                _hold(name, stack, members)
+            elif name in ("BINPERSID", "REDUCE"):
+                args = _of(stack.pop(), tuple)
+                stack.append(self._stored(*args) if name == "BINPERSID" else self._called(stack.pop(), args))
+            elif name == "STOP":
+                state: _Items = _of(stack.pop(), _Items)
+                return state
+            elif name != "PROTO":
+                raise ValueError(f"the opcode {name}")
+        raise ValueError("too many opcodes")
 
-    def persistent_load(self, pid: Any) -> tuple[zipfile.ZipInfo, str]:
-        _, dtype, number, *_ = pid
-        return self._archive.entries[f"{self._archive.root}/data/{number}"], dtype
+    def _called(self, function: Any, args: tuple[Any, ...]) -> Any:
+        self._take(sum(len(each) for each in args if isinstance(each, str | list | tuple)))
+        return function(*args)
 
-    def _tensor(
-        self, record: zipfile.ZipInfo, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> Comparable:
-        kind = NUMPY_DTYPES[dtype]
-        n_bytes = (offset + _span(shape, strides)) * kind.itemsize
-        if min(offset, *shape, *strides, 0) < 0 or not n_bytes <= record.file_size == record.compress_size:
-            raise ValueError(f"a tensor of {shape} in a record of {record.file_size} bytes")
+    def _stored(self, storage: Any, dtype: Any, number: Any, *_: Any) -> tuple[zipfile.ZipInfo, str]:
+        return self._archive.entries[f"{self._archive.root}/data/{_of(number, str)}"], _of(dtype, str)
 
-        def rows(begin: int, end: int) -> Array:
-            """Read all bytes between the first value of some rows and the last."""
-            sizes = (end - begin, *shape[1:]) if shape else ()
-            first = offset + (begin * strides[0] if shape else 0)
-            header = self._read(HEADER_BYTES, record.header_offset)
-            at = record.header_offset + HEADER_BYTES + sum(struct.unpack_from("<HH", header, LENGTHS_AT))
-            data = self._read(_span(sizes, strides) * kind.itemsize, at + first * kind.itemsize)
-            values = np.ndarray(sizes, kind, data, strides=[stride * kind.itemsize for stride in strides])
-            return widened(values) if dtype == "bfloat16" else values
+    def fill(self, state: State, at: str, value: Any, depth: int = 0) -> None:
+        """Take what a state holds, by key; a list of nothing but plain values is one of these."""
+        self._take(len(at) + _KEY_COST, depth)
+        if type(value) in (list, tuple):
+            self._take(len(value))
+        if type(value) is _Items and value:
+            state.containers[at] = value.kind
+            for key, item in value:
+                is_name = type(key) is str and key.isidentifier()
+                self.fill(state, f"{at}.{key}" if is_name else f"{at}[{self._text(key, depth)}]", item, depth + 1)
+        elif type(value) in (list, tuple) and any(type(item) in (list, tuple, _Items, Lying) for item in value):
+            state.containers[at] = type(value).__name__
+            for number, item in enumerate(value):
+                self.fill(state, f"{at}[{number}]", item, depth + 1)
+        elif type(value) is Lying:
+            self._take(_TENSOR_COST)
+            self._to_read -= value.nbytes
+            if self._to_read < 0:
+                raise ValueError("the same bytes as many tensors")
+            state.leaves[at] = value
+        else:
+            is_plain = value is None or type(value) in (bool, int, float, str, bytes)
+            state.leaves[at] = value if is_plain else _Text(self._text(value, depth))
 
-        return Comparable("extra", "", dtype, shape, rows)
+    def _text(self, value: Any, depth: int) -> str:
+        self._take(_ITEM_COST + (4 * len(value) if isinstance(value, str | bytes) else 0), depth)
+        if value is None or type(value) in (bool, int, float, complex, str, bytes):
+            return repr(value)
+        if type(value) is _Items and not value:
+            return "{}" if value.kind == "dict" else f"{value.kind}()"
+        if type(value) not in (list, tuple, _Members):
+            raise ValueError(f"a {type(value).__name__} among plain values")
+        texts = [self._text(item, depth + 1) for item in value]
+        if type(value) is _Members:
+            return f"{{{', '.join(sorted(texts))}}}" if texts else "set()"
+        text = ", ".join(texts)
+        self._take(len(text))
+        return f"[{text}]" if type(value) is list else f"({text},)" if len(texts) == 1 else f"({text})"
+
+    def _take(self, work: int, depth: int = 0) -> None:
+        self.left -= work
+        if self.left < 0 or depth > _MOST_DEPTH:
+            raise ValueError("too much, or nested too deep")
+
+    def _tensor(self, record: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Lying:
+        kind = NUMPY_DTYPES[_of(dtype, str)]
+        counts = (offset, *_of(shape, tuple), *_of(strides, tuple))
+        if set(map(type, counts)) != {int} or min(counts) < 0 or not len(shape) == len(strides) <= MAX_DIMS:
+            raise ValueError("a tensor of no such shape")
+        n_values = prod(shape)
+        dims = [dim for dim, size in enumerate(shape) if size != 1] if n_values else []
+        order = tuple(sorted(dims, key=lambda dim: strides[dim], reverse=True))
+        if any(strides[dim] != prod(shape[inner] for inner in order[n + 1 :]) for n, dim in enumerate(order)):
+            raise ValueError("a tensor that is no block")
+        is_plain = _of(record, zipfile.ZipInfo).compress_type == zipfile.ZIP_STORED and record.header_offset >= 0
+        n_bytes = (offset + n_values) * kind.itemsize
+        if not is_plain or not n_bytes <= record.file_size == record.compress_size:
+            raise ValueError("a tensor that is larger than its record")
+        read, end_of_file = self._read, self._n_bytes
+
+        def values(begin: int, end: int) -> Array:
+            header = read(HEADER_BYTES, record.header_offset)[LENGTHS_AT:]
+            at = (
+                record.header_offset
+                + HEADER_BYTES
+                + sum(int.from_bytes(each, "little") for each in (header[:2], header[2:]))
+            )
+            at, size = at + (offset + begin) * kind.itemsize, (end - begin) * kind.itemsize
+            data = read(size, at) if at + size <= end_of_file else b""
+            if len(data) != size:
+                raise EOFError
+            numbers = np.frombuffer(data, kind)
+            return widened(numbers) if dtype == "bfloat16" else numbers
+
+        return Lying(dtype, shape, order, values)
 
 
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the values between the first and the last of a tensor, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if math.prod(shape) else 0
+_VALUES = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "GLOBAL"})
+_NEW: Mapping[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": _Items,
+}
+_HOLDS = {  # how many values it takes; 0: all to the mark
+    **{"TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3},
+    **{"APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0},
+}
+
+
+def _hold(opcode: str, stack: list[Any], members: list[Any]) -> None:
+    if opcode.startswith("TUPLE"):
+        stack.append(tuple(members))
+    elif opcode.startswith("APPEND"):
+        _of(stack[-1], list).extend(members)
+    else:
+        _of(stack[-1], _Items).extend(zip(members[::2], members[1::2], strict=True))
+
+
+def _of(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__}, expected a {kind.__name__}")
+    return value
+
+
+def _items(kind: str, items: Any = None) -> _Items:
+    made = _Items([] if items is None else _of(items, _Items))
+    made.kind = kind
+    return made
