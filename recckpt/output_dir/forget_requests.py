@@ -1,5 +1,4 @@
-"""The requests to forget ids in an output dir, and the audit of those that were carried out (docs/format.md, section
-14)."""
+"""Requests to forget ids in an output dir, and the audit of completed requests (docs/format.md, section 14)."""
 
 from __future__ import annotations
 
@@ -30,24 +29,23 @@ FORGET_FIRST = "run `recckpt forget DIR` first, which ends it"
 _COUNTS = (SlotSpec(EMBEDDING, "int64", (1,)),)  # part of the format: the slots of a table of counts
 
 
-# Modules that hold rows of output dirs, by their URLs, and the requests that were done when these were read. One may be
-# part of several models.
+# module -> URL of an output dir -> requests that were completed before the module got rows from it.
 _rows_read = WeakKeyDictionary[object, dict[str, frozenset[str]]]()
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What was done about one request.
+    """The outcome of one request.
 
     Attributes:
         table: name of the table.
         n_ids: number of ids to forget.
-        rewritten: directory of a checkpoint -> that of the one without the ids that supersedes it.
-        n_rows: id of a checkpoint -> how many of the ids had a row in it.
+        rewritten: directory of a checkpoint -> directory of the checkpoint without the ids that supersedes it.
+        n_rows: id of a checkpoint -> number of the ids that had a row in this checkpoint.
         removed: directories that were removed: replaced and superseded checkpoints, late commits, leftovers.
-        is_resumed: whether an earlier process had made the request.
-        near_hosts: noted hosts whose near saves may contain the ids until they are removed there.
-        mirrors_left: a named mirror that may still have the ids -> why; only set for the last request.
+        is_resumed: whether an earlier process made the request.
+        near_hosts: noted hosts whose near saves may contain the ids until these near saves are removed.
+        mirrors_left: named mirror that may still contain the ids -> reason; only set for the last request.
     """
 
     table: str
@@ -61,18 +59,19 @@ class Forgotten:
 
 
 def tables_of(table: str) -> tuple[str, ...]:
-    """Return the table and the table of counts of ids which wait for a row in it."""
+    """Return the names of the table, and of the table that counts the ids waiting for a row in it."""
     return table, f"{table}.candidates"
 
 
 def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
-    """As :func:`tables_of`, without a table of counts that has rows in this checkpoint."""
+    """As :func:`tables_of`, without the second table if it does not have the slots of a table of counts in
+    ``record``."""
     counts = record.table(f"{table}.candidates") if record else None
     return (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
 
 
 def put_request(storage: Storage, request: Request) -> None:
-    """Make a request durable; from now on every owner of the output dir has to carry it out."""
+    """Make a request durable. From then on, every owner of the output dir must carry out the request."""
     make_own_dir(storage, layout.FORGET_DIR)
     with suppress(FileExistsError):
         storage.put_if_absent(layout.FORGET_KEY, secrets.token_hex(_KEY_BYTES).encode())
@@ -86,18 +85,18 @@ def requests(storage: Storage) -> dict[str, bool]:
     for name in storage.list_files(layout.FORGET_DIR):
         parsed = layout.parse_forget_request(name)
         if parsed is not None:
-            requests[parsed[0]] = requests.get(parsed[0], True) and parsed[1]  # the request itself goes last
+            requests[parsed[0]] = requests.get(parsed[0], True) and parsed[1]  # the request itself is removed last
     return requests
 
 
 def note_read(modules: Iterable[object], storage: Storage, *, is_anew: bool) -> None:
     """Note that a model of these modules is about to get rows from an output dir.
 
-    They may have the ids of any request that is not done by now. ``is_anew``: the rows replace all it has.
+    These rows may have the ids of any request that is not completed yet. ``is_anew``: the rows replace all rows.
     """
     try:
         done = frozenset(name for name, is_done in requests(storage).items() if is_done)
-    except OSError:  # it can be read and not listed
+    except OSError:  # the dir can be read but not listed
         done = frozenset()
     for reader in modules:
         by_url = _rows_read.setdefault(reader, {})
@@ -105,13 +104,13 @@ def note_read(modules: Iterable[object], storage: Storage, *, is_anew: bool) -> 
 
 
 def seen_by(modules: Iterable[object], storage: Storage) -> frozenset[str] | None:
-    """Return the requests that were done when parts of a model got rows of an output dir; None if no part did."""
+    """Return the requests that were completed before these modules got rows from an output dir; None if none did."""
     seen = [by_url[storage.url] for reader in modules if storage.url in (by_url := _rows_read.get(reader, {}))]
     return frozenset.intersection(*seen) if seen else None
 
 
 def check_none_pending(storage: Storage, remedy: str) -> frozenset[str]:
-    """Return all requests; RecckptError if one is pending: what is read would spread its ids."""
+    """Return all requests. Raise RecckptError if one is pending: the output would contain ids to be forgotten."""
     known = requests(storage)
     if not all(known.values()):
         raise RecckptError(
@@ -122,16 +121,16 @@ def check_none_pending(storage: Storage, remedy: str) -> frozenset[str]:
 
 
 def check_none_since(storage: Storage, known: frozenset[str]) -> None:
-    """Raise RecckptError if a request to forget came after ``known``: what was read since may hold its ids."""
+    """Raise RecckptError if there is a request not in ``known``, because rows read since then may have its ids."""
     if requests(storage).keys() - known:
         raise RecckptError(
-            f"{storage.url}: ids were to be forgotten while checkpoints were read, so what was read may hold them: "
-            "nothing is made of it; call it again"
+            f"{storage.url}: ids were to be forgotten while checkpoints were read, so the rows read may contain them: "
+            "no output was written; run the call again"
         )
 
 
 def pending(storage: Storage) -> list[Request]:
-    """Return the requests that have not been completed, oldest first.
+    """Return the requests that are not completed, oldest first.
 
     Raises CorruptCheckpointError if one of them is damaged.
     """
@@ -149,7 +148,7 @@ def _read(storage: Storage, path: str) -> Request | None:
             storage, path, lambda: forgetting.decode_request(storage.read(path, forgetting.MAX_BYTES), path)
         )
     except ABSENT:
-        return None  # done meanwhile
+        return None  # completed meanwhile
     except CorruptCheckpointError as error:
         remedy = "remove it, and ask again: nobody can say which ids it names"
         found, expected = error.found, error.expected
@@ -177,7 +176,7 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
 
 
 def remove_drafts(storage: Storage) -> None:
-    """Remove the drafts of requests that a crash left, since they contain ids; only the owner may."""
+    """Remove drafts of requests that a crash left behind, because drafts contain ids. Only the owner may call this."""
     for name in storage.list_files(layout.FORGET_DIR):
         if layout.is_draft(name):
             storage.remove(layout.join(layout.FORGET_DIR, name))
@@ -204,20 +203,20 @@ def key(storage: Storage) -> bytes:
 
 
 def _made_key(storage: Storage) -> bytes:
-    """Replace a key that is gone or damaged: anybody could test digests without a key."""
+    """Make a new key if the old key is missing or damaged: without a key, anyone could test digests for an id."""
     made = secrets.token_bytes(_KEY_BYTES)
     storage.replace(layout.FORGET_KEY, made.hex().encode())
     return made
 
 
 def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list[str]:
-    """Return a keyed digest of each id, sorted, so that their order does not reveal that of the ids."""
+    """Return one keyed digest per id. They are sorted, so that their order does not reveal the order of the ids."""
     each = (int(one).to_bytes(8, "little", signed=True) for one in ids)
     return sorted(hashlib.blake2b(id_bytes, key=with_key, digest_size=_DIGEST_BYTES).hexdigest() for id_bytes in each)
 
 
 def forgotten_among(storage: Storage, table: str | None, ids: npt.NDArray[np.int64]) -> set[int]:
-    """Return the ids that the audit lists as forgotten, in a table, or in any table if it is None.
+    """Return the ids that the audit lists as forgotten in a table; with None, in any table.
 
     Raises CorruptCheckpointError if the audit is damaged.
     """

@@ -1,1 +1,1 @@
-"""The way of a save: check, stage, write, commit, rotate."""
+"""The steps of a save: check, stage, write, commit, rotate."""

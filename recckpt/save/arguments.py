@@ -35,7 +35,10 @@ from recckpt.types import SavableTable, flag, positive_int
 
 
 def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
-    """Return the tables of a model; TypeError or ValueError if the optimizer trains others, or dense parameters."""
+    """Return the tables of a model.
+
+    Raises TypeError or ValueError if the optimizer trains other tables, or dense parameters.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     tables, dense = state_of(model)
@@ -60,7 +63,8 @@ def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
 def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
     """Return the live tables that a saver is given, NO_TABLES for None.
 
-    Raises TypeError, ValueError or LiveTableError if they are something else, belong to another model, or are closed.
+    Raises TypeError if ``tables`` is something else, ValueError if the live tables belong to another model,
+    LiveTableError if they are closed.
     """
     if tables is None:
         return NO_TABLES
@@ -101,7 +105,7 @@ def check_near(near: object, *, has_deltas: bool) -> None:
 
 
 def transport_of(transfers: Transfers, output_dir: Any) -> Transport:
-    """Return what carries the files of a saver, and create its work dir; OSError if the work dir cannot be written."""
+    """Return the transport for the files of a saver. Create its work dir; OSError if the work dir is not writable."""
     slots, url, work_dir = None, str(output_dir), None
     if transfers.max_uploads is not None:
         to = url if "://" in url else str(Path(url).absolute())
@@ -115,14 +119,14 @@ def transport_of(transfers: Transfers, output_dir: Any) -> Transport:
 
 
 def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
-    """Return the output dir, created and tried for writing, and the name of the job in metrics.
+    """Create the output dir, and test that it is writable; return the output dir and the name of the job in metrics.
 
-    Raises TypeError or ValueError for wrong arguments, RecckptError for a mirror, OSError if it cannot be written.
+    Raises TypeError or ValueError for wrong arguments, RecckptError for a mirror, OSError if the dir is not writable.
     """
     storage = open_storage(os.fspath(path) if isinstance(path, os.PathLike) else path)
     if run is not None and (not isinstance(run, str) or not run):
         raise TypeError(f"run must be the name of this job, or None, found {run!r}")
-    with suppress(NotPlainError):  # a link in its place is refused by the first save
+    with suppress(NotPlainError):  # if a link is in its place, the first save refuses it
         refuse_mirror(storage)
     storage.prepare()
     refuse_checkpoint(storage)
@@ -135,7 +139,9 @@ def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> 
         raise ValueError(f"{what}, which the saver has and saves already: do not register it")
     inner = _unprepared(obj)
     if isinstance(inner, SparseOptimizer):
-        raise ValueError(f"{what}, which is saved with them: give it to Saver(model, sparse_optim) instead")
+        raise ValueError(
+            f"{what}, which is saved together with the tables: pass it to Saver(model, sparse_optim) instead"
+        )
     if isinstance(inner, JointOptimizer):
         raise ValueError(
             f"register_for_checkpointing: {name!r} is a JointOptimizer, whose optimizers are saved one by one: "
@@ -176,10 +182,10 @@ def tables_in(model: nn.Module) -> list[HashTable]:
 
 
 def check_moment(tables: Iterable[HashTable]) -> None:
-    """Raise RuntimeError in the middle of a change of a table by this thread, whose lock the caller may wait for."""
+    """Raise RuntimeError if this thread is changing a table: it holds the table's lock, so a save could deadlock."""
     for table in tables:
         lock: Any = table.store.lock
-        if lock._is_owned():  # says whether this thread has it; left out of the documents
+        if lock._is_owned():  # whether this thread holds the lock; an undocumented method
             raise RuntimeError(
                 f"a saver or its manager was called in the middle of a change of table {table.name!r}, from a signal "
                 "handler or an initializer: set a flag there, and save in the training loop (CheckpointManager has "
@@ -188,7 +194,7 @@ def check_moment(tables: Iterable[HashTable]) -> None:
 
 
 def check_state(state: Mapping[str, StateValue] | None, metrics: Mapping[str, float] | None) -> None:
-    """Raise for what a save would refuse. Cheap enough for every batch: waits for no device."""
+    """Raise if a save would refuse these values. Cheap enough for each batch, because it waits for no device."""
     for name, value in _mapping("state", state).items():
         _as_value(_named("state", name), value, waits=False)
     for name, value in _mapping("metrics", metrics).items():
@@ -207,7 +213,7 @@ def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def _as_value(place: str, value: Any, level: int = 0, *, waits: bool = True) -> StateValue:
-    """Return a value as JSON has it; with ``waits=False``, None for a number that may still be on a device."""
+    """Return a value as JSON stores it; with ``waits=False``, None for a number that may still be on a device."""
     if level > MAX_NESTED:
         raise ValueError(f"{place:.200}: it holds itself, or is nested more than {MAX_NESTED} deep")
     if isinstance(value, Mapping):
@@ -233,7 +239,7 @@ def _as_value(place: str, value: Any, level: int = 0, *, waits: bool = True) -> 
 
 
 def _named(place: str, name: Any) -> str:
-    """Return the place of an entry, for messages; ValueError if JSON cannot have its name."""
+    """Return the place of an entry, for messages; ValueError if JSON cannot store its name."""
     if not isinstance(name, str) or not is_encodable(name):
         raise ValueError(f"{place}[{name!r}]: expected a name that is text, encodable as UTF-8")
     return f"{place}[{name!r}]"

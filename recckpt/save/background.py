@@ -25,7 +25,7 @@ class SaveHandle:
     """A save in progress or ended.
 
     Attributes:
-        committed: the manifest once the checkpoint is durable; the error of a save that failed.
+        committed: gets the manifest once the checkpoint is durable, or the error if the save fails.
         info: the course of the save so far.
     """
 
@@ -60,9 +60,9 @@ class SaveHandle:
 
         Raises:
             TypeError: ``timeout_sec`` is neither a number nor None.
-            TimeoutError: the save takes longer; it goes on.
-            RecckptError: the save failed; the saver does not raise this again.
-            ForkedError: this is a forked child, which has no save.
+            TimeoutError: the save takes longer than this; the save continues.
+            RecckptError: the save failed; the saver does not raise this error again.
+            ForkedError: this process was forked, and the save runs in its parent.
         """
         self.committed.check_process()
         check_timeout(timeout_sec)
@@ -78,7 +78,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class SaveRunner:
-    """Runs saves, one at a time, in the thread of the caller or in one of their own. Not thread-safe."""
+    """Runs saves, one at a time, in the caller's thread or in a thread per save. Not thread-safe."""
 
     def __init__(self) -> None:
         self._worker = Worker[SaveHandle]("recckpt-save")
@@ -97,7 +97,7 @@ class SaveRunner:
         return self._worker.task is not None and not self._worker.task.done()
 
     def check_caller(self) -> None:
-        """Refuse the thread of the running save: ``on_save`` would wait for itself there."""
+        """Raise if the caller is the thread of the running save: ``on_save`` would wait for its own save to end."""
         if self._worker.is_caller:
             raise RuntimeError(
                 "on_save is part of the save that it is called from, and cannot wait for it: save, load and step in "
@@ -106,7 +106,8 @@ class SaveRunner:
 
     @contextmanager
     def one_save(self) -> Iterator[None]:
-        """Refuse a save that begins within another one of the same thread: the saver's lock is reentrant."""
+        """Raise if this thread is already in a save: the saver's lock is reentrant, so the lock does not prevent
+        this."""
         if self._is_in_save:
             raise RuntimeError(
                 "save was called in the middle of another save of this thread, from on_save or a signal handler: set a "
@@ -123,7 +124,7 @@ class SaveRunner:
     ) -> SaveHandle:
         """Do the work of a save here, or start it in a thread if ``handle.info.background``.
 
-        ``work`` leaves nothing open on an error; ``called_off`` is called if no thread could be started.
+        If ``work`` fails, it must close all that it opened. ``called_off`` is called if no thread could be started.
         """
 
         def aside() -> None:
@@ -143,7 +144,7 @@ class SaveRunner:
         return handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the running save, and say whether it has ended; raise its error if nobody has seen that yet."""
+        """Wait for the running save; return whether it has ended. Raise its error if that was not raised yet."""
         check_timeout(timeout_sec)
         handle = self._worker.task
         if handle is None:
@@ -167,15 +168,15 @@ def check_timeout(timeout_sec: float | None) -> None:
 def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
     """Wait on all ranks for the running save; raise its error if any rank has not raised it yet. Collective.
 
-    One rank may have raised it by :meth:`SaveHandle.wait`, and another not: then all raise it. If the save failed
-    because a rank is missing, each rank raises its own error, since the ranks no longer reach each other.
+    If only some ranks have raised the error in :meth:`SaveHandle.wait`, all ranks raise it here. If the save failed
+    because a rank is missing, each rank raises its own error, because the ranks can no longer communicate.
     """
     failure: Exception | None = None
     try:
         settle()
     except Exception as error:
         if ranks.has_lost:
-            raise  # names the save that failed; what the ranks did next would fail too, as the save that follows
+            raise  # names the failed save; the next collective call would only fail as part of the next save
         failure = error
 
     def outcome() -> None:
@@ -186,7 +187,7 @@ def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
 
 
 def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
-    """Return the error of a background save as a RecckptError; KeyboardInterrupt and the like as they are."""
+    """Return the error of a background save as a RecckptError; return KeyboardInterrupt and the like unchanged."""
     if isinstance(error, RecckptError) or not isinstance(error, Exception):
         return error
     failure = info.failure(rank, f"{type(error).__name__}: {error}")

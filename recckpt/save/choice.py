@@ -1,4 +1,4 @@
-"""Which slots and rows of the tables that a model has its saver saves: a :class:`Choose`, applied to them."""
+"""Which slots and rows of a model's tables its saver saves: a :class:`Choose`, applied to the tables."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Choice:
     """Which slots and rows of which tables are saved, and in which dtypes.
 
     Attributes:
-        slots: saved beside ids and embeddings; None for all ...
-        without: ... except these.
+        slots: slots to save in addition to ids and embeddings; None for all ...
+        without: ... except these slots.
         where: row filters; a table's name wins over patterns.
         store: dtypes of slots; a slot's name wins over patterns.
     """
@@ -45,9 +45,10 @@ class Choice:
         return self.slots == () or Pattern("sparse_opt") in self.without
 
     def of_table(self, table: SavableTable) -> Choice:
-        """Return the choice for a table; for a table of counts, only entries that name it in full apply.
+        """Return the choice for a table. To a table of counts, only entries with its full name apply.
 
-        Patterns are meant for tables that users make: a table of counts has no slots, and in a Bloom filter other ids.
+        Patterns are meant for tables that users make: a table of counts has no slots, and if it is a Bloom filter, its
+        ids are not the user's ids.
         """
         if self.is_everything or getattr(table, "is_trained", True):
             return self
@@ -70,9 +71,9 @@ class Choice:
         return TableChoice(in_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
 
     def check(self, tables: Mapping[str, SavableTable], *, of_store: bool = False) -> None:
-        """Raise one ValueError that lists every choice that tables cannot be saved with.
+        """Raise one ValueError that lists every choice that does not fit the tables.
 
-        ``of_store`` checks dtypes only, and only of slots that exist already.
+        ``of_store`` checks only dtypes, and only for slots that exist already.
         """
         tables = {} if self.is_everything or (of_store and not self.store) else tables
         problems = [

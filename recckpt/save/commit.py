@@ -1,4 +1,4 @@
-"""Commits what all ranks wrote, as one manifest, and rotates."""
+"""Commits the files of all ranks by one manifest, and rotates."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger("recckpt")
 
 
 def head_of(staged: Staged, plan: SavePlan, attempt: Attempt, job: Job) -> Manifest:
-    """Return the manifest apart from what the ranks write; only rank 0's is complete. Collective.
+    """Return the manifest without what the ranks write; only rank 0's manifest is complete. Collective.
 
-    Compares the ranks in detail if the plan says that they may differ. A difference in what rank 0 saves for all is a
-    warning; SaveFailedError if they do not have the parts of one state.
+    If the plan says that the ranks may differ, compare them in detail. A difference in the state that rank 0 saves for
+    all ranks is a warning. Raises SaveFailedError if the ranks' parts do not form one state.
     """
     ranks, digest = job.ranks, staged.digest
     shares: Sequence[Mapping[str, Share]] = [staged.sharded.shares]
@@ -71,7 +71,7 @@ def head_of(staged: Staged, plan: SavePlan, attempt: Attempt, job: Job) -> Manif
 def commit(
     records: Sequence[RankRecord], head: Manifest, job: Job, to: Destination, *, attempt: Attempt, kind: Kind
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Commit what all ranks wrote, on rank 0; return the manifest and totals, which are fields of SaveInfo.
+    """Commit, on rank 0, what all ranks wrote. Return the manifest and totals; the totals are fields of SaveInfo.
 
     Raises SaveFailedError if a rank wrote for another attempt; further errors as of
     :func:`recckpt.output_dir.commit.commit`.
@@ -85,7 +85,7 @@ def commit(
         head = replace(head, time=time_now(), tables=tables)
         manifest = with_shards(head, [record.shard for record in records])
         totals = totals_of(records, tables)
-        info.note(**{**totals, "n_bytes": 0})  # bytes that count are yet to come
+        info.note(**{**totals, "n_bytes": 0})  # the bytes of this save are noted later
         if kind.base is not None:
             manifest = standing_on(committing.chain_of(to.fence.listing, kind.base), manifest)
         manifest = attempt.commit(to.fence, manifest, to.transport.visible)
@@ -94,7 +94,7 @@ def commit(
 
 
 def standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
-    """Return the manifest of a delta with its chain: the base first, in ``links``, then what that stands on."""
+    """Return the manifest of a delta with its chain: the base, ``links[0]``, then the links below the base."""
     chain = tuple(Link(link.ckpt_id, link.manifest.name, link.directory) for link in links)
     parent = Parent(chain[0].ckpt_id, chain[0].save_id, chain[0].directory, links[0].manifest.name_xxh3)
     tables = tuple(_with_errors_below(table, links[0].manifest.table(table.name)) for table in record.tables)
@@ -109,7 +109,8 @@ def _with_errors_below(table: TableEntry, below: TableEntry | None) -> TableEntr
 
 
 def rotate(job: Job, to: Destination) -> None:
-    """Rotate and update the index file. Failures are warnings: the checkpoint is durable already."""
+    """Rotate and update the index file. Failures are only logged as warnings, because the checkpoint is durable
+    already."""
     storage, fence, info = to.storage, to.fence, job.info
     try:
         with info.timed("rotate"):
@@ -126,7 +127,7 @@ def rotate(job: Job, to: Destination) -> None:
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             remove_checked(storage, fence, victims, to.concurrency)
             for left in fence.leftovers(listing, fence.epoch):
-                if left.epoch == fence.epoch and not left.is_offer:  # others go at the next takeover, which lists them
+                if left.epoch == fence.epoch and not left.is_offer:  # the next takeover lists and removes the others
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
             adopt_offers(storage, fence, to.transport.visible)
             own = fence.listing.find(info.ckpt_id)
@@ -137,12 +138,12 @@ def rotate(job: Job, to: Destination) -> None:
         to.timeline.add(storage, info)
     except OSError as error:
         log.warning("%s: could not bring rotation, index file and timeline up to date: %s", storage.url, error)
-    except WriterFencedError as error:  # the save itself counts; the next one will raise
+    except WriterFencedError as error:  # the save itself is valid; the next save will raise
         log.warning("%s", error)
 
 
 def _expired(listing: Listing, job: Job, pinned: set[str], to: Destination) -> list[Checkpoint]:
-    """Return what rotation removes; nothing if a policy of the caller's own fails."""
+    """Return the checkpoints that rotation removes; none if the caller's own policy fails."""
     base = to.changes.base.save_id if to.changes and to.changes.base else None
     try:
         bases, prefix = to.bases_of_guests(listing), job.step_prefix

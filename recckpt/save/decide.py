@@ -20,41 +20,42 @@ from recckpt.storage.transfers import no_work_room
 from recckpt.text import size
 from recckpt.types import RowShare
 
-Owned = Mapping[Slice | RowShare | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
+Owned = Mapping[Slice | RowShare | None, Sequence[str]]  # the ids that a rank owns -> names of the tables
 _LIVE_REMEDY = "start the process group before live_tables is called on each rank, and save with all ranks"
 _Range = tuple[float, float, int]  # part of the ids from 0 to 1, and the rank that owns it
 
 
 class Phase(IntEnum):
-    """What a rank does before it proposes, in this order. If ranks fail in several phases, the first counts."""
+    """What a rank does before it proposes, in this order. If several phases fail, the first one is reported."""
 
-    SETTLE = 1  # waits for the save before
+    SETTLE = 1  # waits for the previous save
     CHECK = 2  # checks its model
     AGREE = 3  # compares what all propose, on rank 0
-    CONFIRM = 4  # confirms what a delta would stand on, on rank 0
-    ROOM = 5  # asks for the room that is left
+    CONFIRM = 4  # confirms the base of a delta, on rank 0
+    ROOM = 5  # measures the free space
     STAGE = 6  # takes the state
 
     @property
     def is_of_all(self) -> bool:
-        """Whether all ranks raise a RecckptError of this phase as it is."""
+        """Whether all ranks raise a RecckptError of this phase unchanged."""
         return self in (Phase.SETTLE, Phase.AGREE, Phase.CONFIRM)
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What failed on a rank before there is a save: a RecckptError for all ranks, otherwise its text."""
+    """A failure of one rank before the save begins: a RecckptError that all ranks raise, or otherwise its text."""
 
     phase: Phase
     reason: Exception | str
     rank: int = 0
 
     def raise_on(self, rank: int, own: Exception | None, info: SaveInfo) -> NoReturn:
-        """Raise it on a rank, as the error of this save; ``own`` is what failed there in the same phase, if anything.
+        """Raise the failure on a rank, as the error of this save. ``own`` is that rank's error in the same phase, if
+        any.
 
         Raises:
-            Exception: what failed on this rank or, for an error of all ranks, on the first rank that failed.
-            SaveFailedError: that was an OSError, or another rank failed.
+            Exception: the error of this rank, or an error of the first failed rank that all ranks raise.
+            SaveFailedError: the error was an OSError, or another rank failed.
         """
         if own is not None and (rank == self.rank or not self.phase.is_of_all):
             if _is_of_storage(own) or (self.phase.is_of_all and not isinstance(own, RecckptError)):
@@ -77,7 +78,7 @@ def as_text(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class WorkRoom:
-    """The free space of a work dir; ranks share it if their work dirs are on one device of one host."""
+    """The free space of a work dir. Ranks whose work dirs are on the same device of the same host share this space."""
 
     url: str
     device: tuple[str, int] | None
@@ -86,7 +87,7 @@ class WorkRoom:
 
 @dataclass(frozen=True)
 class Room:
-    """The free space that a rank sees for a save; None if the storage does not know it."""
+    """The free space that a rank sees for a save; None if the storage cannot tell."""
 
     url: str  # output dir
     free_bytes: int | None
@@ -108,9 +109,9 @@ class Proposal:
     n_bytes: int = 0  # estimate for a full save
     room: Room | None = None
     delta: DeltaProposal | None = None
-    sharded: Summary | None = None  # of its shards of sharded tensors
-    digest: int = 0  # of the state that rank 0 saves for all
-    own_extra: tuple[str, ...] = ()  # registered objects that each rank saves its own state of
+    sharded: Summary | None = None  # summary of its shards of sharded tensors
+    digest: int = 0  # digest of the state that rank 0 saves for all
+    own_extra: tuple[str, ...] = ()  # registered objects with one saved state per rank
     io_state: tuple[str, ...] = ()  # names of positions in the data
 
 
@@ -119,7 +120,7 @@ class SavePlan:
     """What all ranks do next. Its size does not grow with the number of ranks."""
 
     kind: Kind = FULL
-    displaced: str | None = None  # why a full save was due, if there is only room for a delta
+    displaced: str | None = None  # why a full save was due, if there is only space for a delta
     is_whole: bool = True  # whether sharded tensors are known to be complete; otherwise shares are compared
     has_differences: bool = False  # whether what rank 0 saves for all differs between ranks; digests say where
     own_extra: tuple[str, ...] = ()  # names on any rank
@@ -134,7 +135,7 @@ def decide(proposals: Sequence[Proposal]) -> SavePlan:
         _failed_in(proposals, Phase.SETTLE, Phase.CHECK)
         or _difference(proposals)
         or _failed_in(proposals, Phase.CONFIRM, Phase.ROOM)
-        or (None if writes_deltas else shortage(rooms, sizes))  # of deltas, staging shows how much room they need
+        or (None if writes_deltas else shortage(rooms, sizes))  # the size of a delta is known only after staging
         or _failed_in(proposals, Phase.STAGE)
     )
     if refusal is not None:
@@ -161,7 +162,7 @@ def _failed_in(proposals: Sequence[Proposal], *phases: Phase) -> RankFailure | N
 
 
 def _difference(proposals: Sequence[Proposal]) -> RankFailure | None:
-    """Return why the ranks are not at the same save, or do not own every id exactly once; None if all is well."""
+    """Return why the ranks are not at the same save, or why ids have no owner or several; None if all is well."""
     first = proposals[0]
     for rank, each in enumerate(proposals):
         if (each.ckpt_id, each.step) != (first.ckpt_id, first.step):
@@ -179,7 +180,7 @@ def _difference(proposals: Sequence[Proposal]) -> RankFailure | None:
 
 
 def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> RankFailure | None:
-    """Return the first rank that sees too little room for what all write, each ``needs`` bytes."""
+    """Return the first rank that sees too little free space; rank i writes ``needs[i]`` bytes."""
     by_device = Counter[Any]()
     for room, n_bytes in zip(rooms, needs, strict=True):
         if room.work is not None:
@@ -197,8 +198,8 @@ def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> RankFailure | None:
 
 
 def why_shared(owned: Sequence[Owned]) -> str | None:
-    """Return which tables have ids that several ranks own, and what to do; None if there are no such tables."""
-    ranges: dict[Sequence[str], list[_Range]] = {}  # by names of tables that are owned alike, mostly all of them
+    """Return which tables have ids that several ranks own, and what to do; None if no table has."""
+    ranges: dict[Sequence[str], list[_Range]] = {}  # names of tables with the same owners -> ranges
     for rank, of_rank in enumerate(owned):
         for own, names in of_rank.items():
             if own is None or own.begin < own.end:
@@ -230,7 +231,7 @@ def why_shared(owned: Sequence[Owned]) -> str | None:
 
 
 def why_missing(owned: Sequence[Owned]) -> str | None:
-    """Return which rows of live tables no rank saves, and what to do; None if there are no such rows."""
+    """Return a message about rows of live tables that no rank saves, and what to do; None if there are no such rows."""
     ranges: dict[tuple[str, int], list[RowShare]] = {}
     for of_rank in owned:
         for own, names in of_rank.items():

@@ -1,4 +1,4 @@
-"""Whether a save is full or a delta: the base that changes count from, and one answer for all ranks."""
+"""Decides, once for all ranks, whether a save is full or a delta; keeps the base since which changes are counted."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class DeltaBase:
-    """A committed checkpoint that deltas may stand on, under its own name whatever replaces it."""
+    """A committed checkpoint that can be the base of deltas; it keeps its name even if another one replaces it."""
 
     save_id: str
     place: tuple[int, int]  # in the order of commits
     slots: Mapping[str, tuple[SlotSpec, ...]]  # by table
     reduced: Mapping[str, Reduced]  # by table, if something was left out
     live: Mapping[str, LiveLayout]  # by live table
-    is_candidate: bool = False  # whether it was restored, and must be confirmed
+    is_candidate: bool = False  # whether it was restored, so that the next save must confirm it
 
 
 class Changes:
-    """What changes in the tables of a saver, and since which checkpoint. One per rank; not thread-safe.
+    """Counts the changes in the tables of a saver since a checkpoint, the base. One per rank; not thread-safe.
 
-    An acknowledged commit becomes the base. A restored checkpoint becomes a candidate, which the next save confirms on
-    rank 0, or drops: if another writer has gone on from it, it may be removed at any time.
+    An acknowledged commit becomes the base. A restored checkpoint becomes a candidate. The next save confirms the
+    candidate on rank 0, or drops it, because another writer that continued from it may remove it at any time.
 
     Attributes:
-        freeze: what a save takes tables with, together with their marks.
-        base: what changes count from; None if the next save is full.
+        freeze: the function by which a save takes tables together with their marks of changed rows.
+        base: the checkpoint since which changes are counted; None if the next save is full.
     """
 
     def __init__(self, policy: Deltas) -> None:
@@ -62,9 +62,10 @@ class Changes:
         return self.base is not None and self.base.is_candidate
 
     def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[SavableTable]) -> None:
-        """Count changes from a checkpoint of this output dir, whose rows are exactly those of these tables.
+        """Count changes since a checkpoint of this output dir; the tables have exactly its rows.
 
-        Not if the checkpoint lacks the slots that say which rows are saved: rows could differ without being touched.
+        Do nothing if the checkpoint lacks the slots that decide which rows are saved: then rows that were not touched
+        could differ from the checkpoint.
         """
         if self.resume_from(checkpoint.manifest):
             for table in tables:
@@ -72,7 +73,7 @@ class Changes:
                     self.tracker.begin(table, checkpoint.manifest.name)
 
     def resume_from(self, record: Manifest) -> bool:
-        """Make a restored checkpoint the candidate; return False if changes cannot be counted from it."""
+        """Make a restored checkpoint the candidate; return False if changes cannot be counted since it."""
         restored = _base_of(record)
         if any(reduced.forgets_why for reduced in restored.reduced.values()):
             return False
@@ -81,15 +82,16 @@ class Changes:
         return True
 
     def is_in_doubt(self, storage: Storage, fence: Fence) -> bool:
-        """Say whether to confirm the base: it is a candidate, or gone as far as a storage says without a request."""
+        """Return whether the base must be confirmed: it is a candidate, or was found missing without a request."""
         if self.base is None or self.base.is_candidate or not storage.asking_is_free:
             return self.has_candidate
         return any(not _is_there(storage, link) for link in chain_of(fence.listing, self.base.save_id))
 
     def confirm(self, storage: Storage, fence: Fence, *, is_resumed: bool) -> None:
-        """Take the output dir over, or check that it is held, and drop a base that no delta can stand on.
+        """Take the output dir over, or check that this writer still holds it; then drop the base if it is not usable.
 
-        That is a base that is gone, or a candidate that others may remove. The takeover has made the others durable.
+        A base is not usable if it is gone, or if it is a candidate that other writers may remove. The takeover has made
+        the other checkpoints durable.
 
         Raises:
             WriterFencedError, OSError: as :meth:`Fence.hold`; or the storage failed.
@@ -117,7 +119,7 @@ class Changes:
         self.base = None
 
     def chain(self, fence: Fence) -> Chain | None:
-        """Return the chain that a delta would extend, as the owner last listed it."""
+        """Return the chain that a delta would extend, from the owner's last listing."""
         links = chain_of(fence.listing, self.base.save_id) if self.base else ()
         if not links:
             return None
@@ -125,7 +127,7 @@ class Changes:
         return Chain(len(deltas), sum(deltas), full)
 
     def due_compaction(self, fence: Fence) -> tuple[Checkpoint, str] | None:
-        """Return the base of the next delta, and why to compact it; None if it need not be."""
+        """Return the base of the next delta and the reason to compact it; None if there is no reason."""
         chain = self.chain(fence)
         reason = self.policy.why_compact(chain) if chain else None
         return (chain_of(fence.listing, self.base.save_id)[0], reason) if self.base and reason else None
@@ -153,13 +155,13 @@ def _is_there(storage: Storage, link: Checkpoint) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TableChanges:
-    """The tables of one rank, in columns: rank 0 gets those of all ranks and adds them up.
+    """The tables of one rank, by columns. Rank 0 receives one such record per rank, and adds them up.
 
     Attributes:
-        n_changed: rows and deleted ids that a delta would hold.
-        row_bytes: 0 if a filter chooses the rows, whose number is not known before they are written.
-        is_replaced: whether a delta would have to hold all rows.
-        is_saved_otherwise: whether ``choose=`` differs from that of the base.
+        n_changed: number of rows and deleted ids in a delta.
+        row_bytes: 0 if a filter chooses the rows, because their number is known only when they are written.
+        is_replaced: whether a delta would have to contain all rows.
+        is_saved_otherwise: whether ``choose=`` differs from the ``choose=`` of the base.
     """
 
     names: tuple[str, ...]
@@ -191,7 +193,7 @@ class Kind:
     replaced: frozenset[str] = frozenset()  # tables that the delta holds whole
     why_full: str | None = None  # why this is not a delta, if deltas are on
     n_links: int = 1  # length of the chain, including this save
-    stand_in: Kind | None = None  # the delta to save instead of a full one if there is no room for that
+    stand_in: Kind | None = None  # the delta to save if there is too little space for a full save
 
     @property
     def name(self) -> str:
@@ -270,7 +272,7 @@ def _changes_of_all(ranks: Sequence[TableChanges]) -> TableChanges:
 
 
 def spared_bytes(kind: Kind, proposal: DeltaProposal | None) -> int:
-    """Return about how many bytes a rank does not write because the save is a delta."""
+    """Estimate how many bytes a rank does not write because the save is a delta."""
     if kind.base is None or proposal is None:
         return 0
     tables = proposal.tables

@@ -1,4 +1,4 @@
-"""What a saver removes when it is asked to: ids that are to be forgotten, and checkpoints."""
+"""Removes ids and checkpoints on request."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Left = list[tuple[str, Ids]]  # tables and ids that are yet to be forgotten in a
 
 
 class Removal:
-    """Removes ids and checkpoints from one saver's output dir, whose owner the saver is, or becomes."""
+    """Removes ids and checkpoints from the output dir of a saver. For this the saver takes the output dir over."""
 
     def __init__(self, to: Destination) -> None:
         self._to = to
 
     def before_load(self, storages: Iterable[Storage]) -> None:
-        """Note what has been forgotten before one rank reads the output dir, by whatever path it was named.
+        """Note which requests to forget exist before one rank reads the output dir, whatever path the caller gave.
 
-        Raises RecckptError if a request is pending, so what is read may still have its ids.
+        Raises RecckptError if a request is pending, because the checkpoints may still contain its ids.
         """
         if all(storage.url != self._to.storage.url for storage in storages):
             return
@@ -55,12 +55,12 @@ class Removal:
         left: Left = []
         known = requests(storage)
         if not all(known.values()):
-            fence.note_requests(known)  # all is read anew after this
+            fence.note_requests(known)  # all checkpoints are read after this
             fence.hold()
             if not end_pending(self._to):
-                with suppress(CorruptCheckpointError):  # of a request that is damaged itself, as the log says by now
+                with suppress(CorruptCheckpointError):  # the request itself is damaged, which was logged
                     left = [(each.table, each.ids) for each in pending(storage)]
-        fence.note_requests(known)  # not what came meanwhile: its ids may be read
+        fence.note_requests(known)  # not newer requests: their ids may have been read
         return left
 
     def after_restore(self, left: Left, model: nn.Module) -> None:
@@ -79,7 +79,7 @@ class Removal:
         ranks.on_each(lambda: _check_erasable(live, table))
         is_live = any(ranks.gather(live is not None))
         ranks.on_first(lambda: self._check(table, checked, is_live=is_live))
-        self._erase(live, checked)  # first: whatever fails from here on, the next save does not contain the ids
+        self._erase(live, checked)  # first: even if a later step fails, the next save does not contain the ids
         done, epoch = ranks.on_first(lambda: self._forget_here(table, checked))
         for guest in self._to.guests:
             guest.forget_together(ranks, epoch)
@@ -104,7 +104,7 @@ class Removal:
         self._to.forgets.check(storage, fence.listing, table, ids, is_live=is_live)
 
     def _erase(self, live: SavableTable | None, ids: Ids) -> None:
-        """Erase rows of this rank. The next save is full: a delta would name the ids as deleted."""
+        """Erase rows of this rank. The next save is full, because a delta would list the ids as deleted."""
         if self._to.changes is not None:
             self._to.changes.drop_base()
         if live is not None:
@@ -121,7 +121,7 @@ class Removal:
         changes = self._to.changes
         base = None if changes is None or changes.base is None else changes.base.save_id
         if ranks.on_first(lambda: base in {each.manifest.name for each in self._chosen(ckpt_id)}) and changes:
-            changes.drop_base()  # first: whatever fails from here on, no delta stands on what may be gone
+            changes.drop_base()  # first: even if a later step fails, no delta has a removed base
         ranks.on_first(lambda: self._remove(ckpt_id))
 
     def _chosen(self, ckpt_id: str) -> list[Checkpoint]:
@@ -143,7 +143,7 @@ class Removal:
 
 
 def end_pending(to: Destination) -> bool:
-    """Carry out pending requests, as the owner; say whether none is left."""
+    """Carry out pending requests, as the owner; return whether all are done."""
     if not to.fence.is_settled:
         to.end_compactions()
     return to.forgets.settle(to.storage, to.fence)
@@ -165,5 +165,5 @@ def _failed(what: str, rank: int, cause: str) -> RecckptError:
 
 
 def _forgetting(ranks: Ranks) -> Ranks:
-    """Return the ranks with the errors of forgetting; a rank that is alone raises its own."""
+    """Return the ranks, set up to raise errors of forgetting; a single rank raises its own error."""
     return ranks if ranks.size == 1 else ranks.raising(partial(_failed, "forgetting"))

@@ -40,10 +40,10 @@ OnSave = Callable[[SaveInfo], object]
 
 
 class SparseSaver:
-    """Writes the tables of one shard with several threads, each with a buffer that it keeps from save to save.
+    """Writes the tables of one shard with several threads. Each thread has a buffer that it reuses in later saves.
 
-    Memory beyond the tables: a buffer of ``PIECE_BYTES`` a thread, and ``order_bytes`` for the order of the rows;
-    larger tables are ordered in passes.
+    Memory besides the tables: one buffer of ``PIECE_BYTES`` per thread, and ``order_bytes`` to sort the rows. Tables
+    that are too large for this are sorted in several passes.
     """
 
     def __init__(self, concurrency: int, *, batch_bytes: int = BATCH_BYTES, order_bytes: int = ORDER_BYTES) -> None:
@@ -53,7 +53,7 @@ class SparseSaver:
         self._buffers = PieceBuffers()
 
     def save(self, tables: Sequence[TableSource], shard: ShardWriter, advance: Callable[[int], object]) -> None:
-        """Write the rows of tables, and the ids that a delta has to name as deleted.
+        """Write the rows of tables, and for a delta also the deleted ids.
 
         ``advance`` is called with the bytes of each written batch, from several threads. Raises StateMismatchError if a
         table has an id twice.
@@ -92,48 +92,49 @@ class Job:
     max_keep: int | Keep | None
     span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # for OpenTelemetry
     step_prefix: str = layout.STEP_PREFIX  # begins the ids that a manager gives
-    cut: int | None = None  # number of the staging if there are guests; known to rank 0
+    cut: int | None = None  # sequence number of the staging if there are guests; set on rank 0
 
 
 class Guest(Protocol):
-    """What a saver makes beside its checkpoints, such as near saves."""
+    """Makes something besides checkpoints with the same saver, such as near saves."""
 
     def hold_together(self, ranks: Ranks, hold: Callable[[], object]) -> None:
-        """Let rank 0 take the output dir over, before the first save. Collective."""
+        """Call ``hold`` on rank 0 to take the output dir over, before the first save. Collective."""
 
     def next_cut(self) -> int: ...
 
     def bases(self, newest: tuple[int, int]) -> Collection[str]:
-        """Return the save ids of checkpoints to keep beside the newest, whose order is ``newest``."""
+        """Return the save ids of checkpoints to keep besides the newest one; ``newest`` is the order of the newest."""
 
     def void(self) -> None:
-        """Stop counting what the guest has made so far, which may hold ids to be forgotten; on rank 0."""
+        """Declare invalid all that the guest has made so far, because it may contain ids to be forgotten; on rank 0."""
 
     def forget_together(self, ranks: Ranks, epoch: int) -> None:
         """Remove what was made up to the epoch of a forgetting. Collective."""
 
 
 class Forgets(Protocol):
-    """Carries out requests to forget ids."""
+    """Carries out requests to forget ids, as the owner of an output dir."""
 
     def check(self, storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool) -> None:
         """Raise, before anything changes, if these ids cannot be forgotten; ``is_live``: the model has the table."""
 
     def forget_as_owner(self, storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
-        """Make a request and carry it out after those that are pending; the tables lack the ids already."""
+        """Make a request, and carry it out after the pending requests. The caller has already removed the ids from the
+        tables."""
 
     def settle(self, storage: Storage, fence: Fence) -> bool:
-        """Carry out the requests of earlier owners, once for each takeover; say whether none is left."""
+        """Carry out the requests of earlier owners, once per takeover; return whether all are done."""
 
 
 class Compactor(Protocol):
-    """Makes full checkpoints of chains while saves go on, for example in a thread."""
+    """Makes full checkpoints from chains while saves continue, for example in a thread."""
 
     def begin(self, storage: Storage, listing: Listing, checkpoint: Checkpoint, reason: str) -> None:
         """Start compacting a checkpoint, the newest of the listing, unless a compaction runs or waits."""
 
     def close(self) -> None:
-        """Stop; what was begun leaves no files."""
+        """Stop. An unfinished compaction leaves no files."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ class Destination:
     changes: Changes | None  # for deltas; None if all saves are full
     forgets: Forgets  # carries out requests to forget ids
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # memory for staged dense tensors
-    digests: RankDigests = field(default_factory=RankDigests)  # of the state that rank 0 saves for all
+    digests: RankDigests = field(default_factory=RankDigests)  # digests of the state that rank 0 saves for all
     logged: set[tuple[str, str]] = field(default_factory=set)  # (directory, problem) pairs that were logged
-    timeline: Timeline = field(default_factory=Timeline)  # gets a line per save
+    timeline: Timeline = field(default_factory=Timeline)  # gets one line per save
     guests: tuple[Guest, ...] = ()  # such as near saves
     compactors: tuple[Compactor, ...] = ()
 
@@ -159,6 +160,6 @@ class Destination:
         return {base for guest in self.guests for base in guest.bases(newest)}
 
     def end_compactions(self) -> None:
-        """Stop the compactors before ids are forgotten: they would go on writing rows of these."""
+        """Stop the compactors before ids are forgotten, because a compactor could write rows of these ids."""
         for compactor in self.compactors:
             compactor.close()

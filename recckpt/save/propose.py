@@ -28,7 +28,7 @@ from recckpt.types import RowShare, SavableTable
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a rank proposes; its staged state and its error stay on the rank."""
+    """What a rank proposes, with its staged state and its error, which are not sent to other ranks."""
 
     proposal: Proposal
     staged: Staged | None = None
@@ -51,8 +51,9 @@ def propose(
 ) -> Preparation:
     """Prepare a save on this rank, and propose it; errors become part of the proposal.
 
-    Collective if live tables are spread over ranks, which share their settings; otherwise not. ``settle`` waits for the
-    previous save and raises its error; ``closed_on_error`` closes the staged state unless there is a save.
+    Collective only if live tables are split over ranks, because then the ranks exchange the settings of the tables.
+    ``settle`` waits for the previous save and raises its error. ``closed_on_error`` closes the staged state if no save
+    follows.
 
     Raises:
         RecckptError: the previous save has failed, and no other rank can be reached.
@@ -71,22 +72,24 @@ def propose(
         settle()
     if errors and (ranks.size == 1 or ranks.has_lost):
         raise errors[0][1]
-    digest = to.digests.begin() if ranks.size > 1 else None  # on all ranks: which saves look at what is large
+    digest = (
+        to.digests.begin() if ranks.size > 1 else None
+    )  # on all ranks: they agree on which saves digest large tensors
     proposal = Proposal(job.info.ckpt_id, job.info.step, live.choice, writes_deltas=changes is not None)
     parts = staged = None
     with kept(Phase.CHECK):
-        live.live_tables.share_settings()  # before anything can fail here: the other ranks wait for it
+        live.live_tables.share_settings()  # before anything can fail here: the other ranks wait for this exchange
     with kept(Phase.CHECK):
         parts = live.parts
         owned, unmatched, n_bytes = check(live, *parts, ranks.rank)
         proposal = replace(proposal, owned=owned, unmatched=unmatched, n_bytes=n_bytes)
         with kept(Phase.CONFIRM):
-            # As rank 0, what a delta would stand on, where that is in doubt, before anything is staged.
+            # Rank 0 confirms the base of a delta if necessary, before anything is staged.
             if changes is not None and not ranks.rank and changes.is_in_doubt(to.storage, to.fence):
                 changes.confirm(to.storage, to.fence, is_resumed=job.is_resumed)
             with kept(Phase.ROOM):
                 proposal = replace(proposal, room=measured_room(to))
-    # Also where this rank has failed: what is saved may be a state that all ranks have to ask for together.
+    # Also if this rank has failed: some states can only be taken by all ranks together.
     if parts is not None and (not errors or ranks.size > 1):
         with kept(Phase.STAGE):
             staged = closed_on_error.enter_context(closing(_staged(live, parts, digest, job, to)))
@@ -103,12 +106,12 @@ def check(
 ) -> tuple[Owned, frozenset[str], int]:
     """Check the tables and the dense state of the model of this rank; ValueError if they cannot be saved.
 
-    Returns the owned ids, the options that match no table, and about how many bytes a full save of this rank has.
+    Returns the owned ids, the options that match no table, and the estimated bytes of a full save of this rank.
     """
     if not is_encodable("".join(dense)):
         name = next(name for name in dense if not is_encodable(name))
         raise ValueError(f"{name!r} of the model cannot be saved: expected a name encodable as UTF-8; rename it")
-    check_trained(live.sparse_optim, tables)  # tables may be others than when the saver was made
+    check_trained(live.sparse_optim, tables)  # the tables may have changed since the saver was made
     live.choice.check(tables)
     names: dict[Slice | RowShare | None, list[str]] = {}
     for name, table in tables.items():
@@ -155,7 +158,7 @@ def _with_staged(proposal: Proposal, staged: Staged, to: Destination) -> Proposa
 
 
 def measured_room(to: Destination) -> Room:
-    """Return the room that this rank sees; OSError if the output dir is gone, or the storage failed."""
+    """Return the free space that this rank sees; OSError if the output dir is gone, or the storage failed."""
     to.storage.check_there()
     work_dir = to.transport.work_dir
     work = WorkRoom(work_dir.url, work_dir.device, work_dir.free_bytes()) if work_dir else None
@@ -163,7 +166,7 @@ def measured_room(to: Destination) -> Room:
 
 
 def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any], rank: int, choice: Choice) -> int:
-    """Return about how many bytes a rank writes: its rows, its shards, and as rank 0 the dense state.
+    """Estimate how many bytes a rank writes: its rows, its shards, and on rank 0 the dense state.
 
     0 for a state that staging will refuse.
     """
@@ -176,7 +179,7 @@ def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
 
 
 def _rows_bytes(table: SavableTable, choice: Choice) -> int:
-    """Return the bytes of the rows of a table; 0 if a filter chooses them, whose number the save will find out."""
+    """Return the bytes of the rows of a table; 0 if a filter chooses the rows, because their number is unknown yet."""
     slots = slots_of_table(table)
     chosen = None if choice.is_everything else choice.of_table(table).of(table.name, slots)
     if chosen is not None and chosen.where is not None:

@@ -1,4 +1,4 @@
-"""The hallway of a save: propose, decide, write, commit, rotate, report."""
+"""The top level of a save: propose, decide, write, commit, rotate, report."""
 
 from __future__ import annotations
 
@@ -76,12 +76,13 @@ def _report(job: Job, to: Destination, error: Exception | None = None) -> None:
 
 
 def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandle:
-    """Agree with all ranks on what is saved, and do the rest in the thread that the runner chooses. Collective.
+    """Agree with all ranks on what is saved; then write and commit in the thread that the runner chooses. Collective.
 
     Raises:
         RecckptError: the previous save has failed, and its error has not been raised yet.
         Exception: the state of this rank cannot be saved.
-        SaveFailedError: that of another rank cannot, a rank is missing, or the ranks are not at the same save.
+        SaveFailedError: the state of another rank cannot be saved, a rank is missing, or the ranks are not at the same
+            save.
     """
     handle, ranks = SaveHandle(job.info), job.ranks
     with job.span, collected_rarely(), ExitStack() as closed_on_error:
@@ -93,7 +94,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
             plan = ranks.concluded(lambda: own.proposal, decide)
             if plan.refusal is None or plan.refusal.phase is not Phase.SETTLE:
                 own.raise_refusal(plan, job)
-        own.raise_refusal(plan, job)  # the error of the save before, which is no failure of this one
+        own.raise_refusal(plan, job)  # the error of the previous save; it is not a failure of this save
         staged = own.planned(plan)
         _note_kind(plan, job, to)
         closed_on_error.pop_all()
@@ -122,17 +123,17 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
     """Write, commit and rotate. Collective: all ranks return the manifest, or all raise the same error.
 
     Raises:
-        CheckpointExistsError: the id is committed already and is not to be superseded.
-        SaveFailedError: a rank failed, and nothing was committed; or a rank is missing, and the message says what is
-            known.
-        CommitNotDurableError: committed, but the storage failed before that was surely durable.
+        CheckpointExistsError: the id is committed already, and ``overwrite`` is not set.
+        SaveFailedError: a rank failed, and nothing was committed; or a rank is missing, and the message says whether
+            the save may have been committed.
+        CommitNotDurableError: the save was committed, but the storage failed before the commit was certainly durable.
         WriterFencedError: another writer has taken the output dir over.
     """
     info, ranks = job.info, job.ranks
     with job.span, collected_rarely(), failure_reported(job, to), closing(staged):
         attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
         with attempt.abandoned_on_error(lambda error: _is_idle(error, ranks)):
-            if ranks.rank:  # which may not learn what becomes of the save from now on
+            if ranks.rank:  # this rank may not learn the outcome of the save from now on
                 info.note(outcome=info.words.is_open)
             for join, sources in staged.joins.items():
                 ranks.in_meetings(partial(join, sources))
@@ -153,7 +154,7 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
 def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Destination) -> Manifest:
     """Write on all ranks, and commit on rank 0 what they wrote. Collective.
 
-    Rank 0 returns the whole manifest; any other rank one that lists only its own files.
+    Rank 0 returns the whole manifest; any other rank returns a manifest of its own files only.
     """
     info, ranks, begin = job.info, job.ranks, time.perf_counter()
     own, of_first = list[RankRecord](), list[Manifest]()
@@ -168,7 +169,7 @@ def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Dest
     def commit_all(records: list[RankRecord]) -> tuple[Manifest, dict[str, Any]]:
         manifest, totals = commit(records, head, job, to, attempt=attempt, kind=staged.kind)
         of_first.append(manifest)
-        return replace(manifest, shards=(), files=()), totals  # as much whatever the number of ranks
+        return replace(manifest, shards=(), files=()), totals  # the size does not depend on the number of ranks
 
     path = to.storage.url_of(attempt.directory)
     try:
@@ -191,5 +192,5 @@ def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
 
 
 def _is_idle(error: BaseException, ranks: Ranks) -> bool:
-    """Say whether this is rank 0 and every rank knows of the error, so that none is still writing."""
+    """Return whether this is rank 0 and every rank knows of the error, so that no rank is still writing."""
     return isinstance(error, RecckptError) and ranks.rank == 0 and not ranks.has_lost

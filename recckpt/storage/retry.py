@@ -1,4 +1,4 @@
-"""Retries what failed in the network, or arrived broken: full jitter, and a deadline for each file.
+"""Retries requests that failed in the network, or whose data arrived corrupted: full jitter, one deadline per file.
 
 Follows "Exponential Backoff And Jitter" (M. Brooker, AWS Architecture Blog, 2015).
 """
@@ -25,10 +25,10 @@ _T = TypeVar("_T")
 
 
 class NobodyAnswersError(ConnectionError):
-    """Nothing was ever reached at an address: it is probably wrong, not down."""
+    """No server has ever answered at an address: the address is probably wrong, rather than the server down."""
 
 
-_jitter = random.Random()  # its own: a retry must not change the random numbers of training
+_jitter = random.Random()  # separate: a retry must not change the random numbers of training
 _TRANSIENT_STATUS = frozenset({408, 429})
 _TRANSIENT_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
@@ -45,7 +45,7 @@ _TRANSIENT_NAMES = frozenset(  # of botocore, aiohttp, azure-core, paramiko and 
 _BROKEN_NAMES = frozenset({"FlexibleChecksumError", "ChecksumError", "DataCorruption"})  # of botocore, gcsfs, google
 _BROKEN_CODES = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"})
 _BROKEN_CODES |= {"IncompleteBody", "Md5Mismatch"}
-_BROKEN_TRIES = 4  # of bytes that are broken on the way; what is broken each time is so in the store, or in memory
+_BROKEN_TRIES = 4  # for bytes corrupted in transfer; if all fail, the store or memory is bad
 _REFUSALS = (FileNotFoundError, FileExistsError, PermissionError)
 _FINAL = (*_REFUSALS, IsADirectoryError, NotADirectoryError, NobodyAnswersError)
 _MOST_LINKS = 16  # of a chain of causes
@@ -64,11 +64,11 @@ _ERRNO_OF_TYPE = (
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to wait between attempts, and for how long to go on."""
+    """How long to wait between attempts, and when to stop trying."""
 
     first_sec: float = 0.2  # longest wait after the first failure; doubles with each further one
     cap_sec: float = 20.0  # longest wait of all
-    deadline_sec: float = 600.0  # for failed attempts at one file and the waits between them
+    deadline_sec: float = 600.0  # for all failed attempts at one file, with the waits between them
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
@@ -83,7 +83,8 @@ class Retries:
         policy: how long to wait, and when to give up.
         url: of the file.
         on_retry: called before each attempt except the first.
-        attempt: makes an attempt, given the work and what was being handled when the call began; None to call the work.
+        attempt: makes an attempt, given the work and the exception that was being handled when the call began; None to
+            call the work directly.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class Retries:
         self._policy, self._left_sec, self._on_retry, self._attempt = policy, policy.deadline_sec, on_retry, attempt
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
-        """Return what ``work`` returns; retry after a failure that may pass, if ``again``.
+        """Return the result of ``work``. If ``again``, retry after a failure that may be temporary.
 
-        Raises an OSError that names the operation and ``url`` (None for the file's) when the deadline has passed, or
-        retrying cannot help.
+        Raises an OSError that names the operation and ``url`` (None for the file's URL) if the deadline has passed, or
+        if retrying cannot help.
         """
         handled = sys.exc_info()[1]
         n_failures, url = 0, url or self.url
@@ -129,11 +130,11 @@ class TryAgainError(OSError):
 
 
 def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Say whether the same call may work a little later.
+    """Return whether the same call may succeed a little later.
 
     True for timeouts, lost connections, 408, 429, 5xx and SlowDown; false for other answers of a server (400, 401, 403,
-    404, a missing bucket) and for a device that is full or read-only. ``handled`` was being handled when the call
-    began: it is the context of ``error``, but not a cause.
+    404, a missing bucket) and for a device that is full or read-only. ``handled`` is the exception that was being
+    handled when the call began: it is in the context of ``error``, but is not a cause.
     """
     if isinstance(error, TryAgainError):
         return True
@@ -152,12 +153,12 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
 
 
 def is_broken(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Say whether a checksum found that bytes were changed on the way, here or in the store."""
+    """Return whether a checksum, here or in the store, found that bytes changed in transfer."""
     return any(map(_is_broken, _chain(error, handled)))
 
 
 def is_unreachable(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Say whether nobody listens at an address, or its name is unknown; a name server may fail for a moment."""
+    """Return whether no server listens at an address, or the host name is unknown, which may be temporary."""
     return any(
         isinstance(link, ConnectionRefusedError)
         or (isinstance(link, socket.gaierror) and link.errno != socket.EAI_AGAIN)
@@ -167,7 +168,7 @@ def is_unreachable(error: BaseException, handled: BaseException | None = None) -
 
 
 def is_answer(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Say whether a server answered. Backends also report a missing file when they cannot ask for it."""
+    """Return whether a server answered. Some backends also report a missing file when they cannot reach the server."""
     links = list(_chain(error, handled))
     if any(_answer(link)[0] is not None for link in links):
         return True
@@ -235,20 +236,20 @@ def _is_of_the_network(error: BaseException) -> bool:
 
 
 def read_twice(files: Files, path: str, read: Callable[[], _T], reopen: Callable[[], object] = lambda: None) -> _T:
-    """Return what ``read`` reads and checks; if it finds damage, and the file is remote, read once more.
+    """Return the result of ``read``. If ``read`` finds damage and the file is remote, call it once more.
 
-    A bit may have been flipped on the way, or in a cache. The log says which it was.
+    The damage may have happened in transfer or in a cache. The log says whether the stored file is damaged.
 
     Args:
         files: where the file lies.
         path: its name there.
         read: raises CorruptCheckpointError or FormatVersionError if the file is not what was written.
-        reopen: called before the second time, to drop what the caller keeps of the file.
+        reopen: called before the second read, to drop data of the file that the caller keeps.
     """
     try:
         return read()
     except (CorruptCheckpointError, FormatVersionError) as error:
-        if isinstance(error.__cause__, NOT_READABLE) or not files.drop_cached(path):  # it is missing, or local
+        if isinstance(error.__cause__, NOT_READABLE) or not files.drop_cached(path):  # missing or local
             raise
     try:
         reopen()
@@ -275,9 +276,11 @@ def check_twice(files: Files, path: str, check: Callable[[], _T], errors_of: Cal
 
 @cache
 def _log_damage(url: str, path: str) -> None:
-    """Log once per file: each save and each listing may meet it."""
+    """Log once per file, because each save and each listing may find the same damage."""
     log.warning("%s/%s was read twice, and is damaged in the storage itself", url, path)
 
 
 def _log_flip(files: Files, path: str) -> None:
-    log.warning("%s/%s was damaged on the way, and is whole in the storage, as it was read once more", files.url, path)
+    log.warning(
+        "%s/%s was corrupted in transfer; a second read succeeded, so the stored file is intact", files.url, path
+    )

@@ -62,7 +62,7 @@ def test_a_bit_that_flips_on_the_way_costs_no_checkpoint(memory_url, flips, capl
         assert other.manager.restore() == 20
     assert flips[file] == 0
     assert state_of(other) == expected
-    assert len(said(caplog, f"{file} was damaged on the way, and is whole in the storage")) == 1, caplog.text
+    assert len(said(caplog, f"{file} was corrupted in transfer; a second read succeeded")) == 1, caplog.text
 
 
 @mostly_slow()
