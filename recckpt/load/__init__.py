@@ -1,1 +1,1 @@
-"""The way of a load: locate, select, read, apply."""
+"""The steps of a load: locate, select, read, apply."""

@@ -1,4 +1,4 @@
-"""Parses what a load takes: a ``load_conf``, or a bank of them. Errors name every fault."""
+"""Parses a ``load_conf``, or a bank of them. Errors list all faults."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ACTIONS = ("error", "skip", "cast", "resize")
 class Renames:
     """``oname``: rules, model name -> name in the checkpoint, with the same wildcards on both sides, or without.
 
-    A rule for a table renames all of its slots, except those with a rule of their own (``table@slot``). A rule for the
-    ids or embeddings of a table counts as one for the table.
+    A rule for a table renames all of its slots, except slots with their own rule (``table@slot``). A rule for the ids
+    or embeddings of a table is taken as a rule for the table.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
 
     def source(self, name: Name) -> str:
-        """Return what ``name`` is called in the checkpoint; ValueError if rules give it different names."""
+        """Return the name of ``name`` in the checkpoint; ValueError if rules give it different names."""
         if not self.rules:
             return name.text
         if not name.is_slot:
@@ -60,7 +60,7 @@ class Renames:
         return explicit, [rule for rule in self.rules if WILDCARD.findall(rule[0])]
 
     def _matches(self, text: str, *, of_slots: bool = False) -> _Matches:
-        """Return the names that rules give to a text, each with its rule; wildcards may match in several ways."""
+        """Return the names that rules give to a text, each with its rule; wildcards can match in several ways."""
         explicit, starred = self._sides
         matches = {other: (text, other) for other in explicit.get(text, ())}
         for rule in starred:
@@ -95,26 +95,28 @@ def _only(text: str, matches: _Matches) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One source of a load, and what to take from it.
+    """One source of a load, and which names to take from it.
 
     Attributes:
         label: its name in messages, such as ``bank[1]``.
         path: a checkpoint or an output dir, any URL; "" for the checkpoint that the call names.
-        load: what is taken ...
-        exclude: ... except these.
-        hashtable_clear: whether tables are emptied first; otherwise rows are merged, and the loaded ones win.
+        load: names to take ...
+        exclude: ... except these names.
+        hashtable_clear: whether tables are emptied first; otherwise loaded rows are merged in, and replace rows of the
+            same ids.
         ignore_error: whether problems with names are warnings.
-        is_dynamic: whether ``reload_dynamic`` looks at it again.
-        strict: whether names must match both ways; None: only dense ones, if ``load`` names that group.
-        on_mismatch: table or tensor pattern -> what to do if dtype or shape differ; a name wins over patterns.
+        is_dynamic: whether ``reload_dynamic`` checks this entry again.
+        strict: whether names must match both ways; None: only names of dense tensors, if ``load`` names that group.
+        on_mismatch: table or tensor pattern -> action if dtype or shape differ; an exact name wins over patterns.
         where: which rows are taken.
         convert: whether slots with one value per range of columns may be converted to other ranges, or to whole rows.
         out_of_range: what happens to ids that a table of fixed length has no row for.
         zch: what happens to ids beyond the size of a table with managed collisions.
         is_own: whether this is the run's own output dir, from which it resumes.
-        keeps_settings: whether hyper-parameters of optimizers, and base rates of schedulers, stay those of this run.
-        only: the names that may be taken at all, None for any.
-        serves: whether the model is to be evaluated or served: what only training needs is neither taken nor missed.
+        keeps_settings: whether this run keeps its hyper-parameters of optimizers and base rates of schedulers.
+        only: the names that may be taken; None for any name.
+        serves: whether the model will be evaluated or served; then names that only training needs are not taken or
+            required.
     """
 
     label: str = "load_conf"
@@ -137,10 +139,11 @@ class Entry:
     serves: bool = False
 
     def wants(self, name: Name, *, is_schedule: bool = False) -> bool:
-        """Say whether the entry asks for ``name``.
+        """Return whether the entry asks for ``name``.
 
-        Ids come with the embeddings, the state of a dense optimizer with its parameters, and the step with the own run.
-        The step, positions, optimizer settings and schedules of another run are only taken if they are named.
+        Embeddings include their ids, parameters include their state in a dense optimizer, and the own run includes the
+        step. From another run, the step, positions, optimizer settings and schedules are taken only if named
+        explicitly.
         """
         if (self.only is not None and name not in self.only) or self._excludes(name):
             return False
@@ -171,9 +174,9 @@ class Entry:
 
 
 def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Entry:
-    """Return what a ``load_conf`` asks for; None asks for everything, strictly.
+    """Return the entry for a ``load_conf``; None asks for everything, strictly.
 
-    Raises a LoadConfError that lists all unknown keys and values of another type.
+    Raises one LoadConfError that lists all unknown keys and all values of a wrong type.
     """
     if conf is None:
         return Entry(strict=True, is_own=own)
@@ -185,7 +188,7 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
 
 
 def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """Return the entries of a bank, which may also be one entry, a path and the rest of its entry, or None.
+    """Return the entries of a bank. A bank is a list of entries, one entry, a path with the rest of its entry, or None.
 
     Raises LoadConfError if the rest of an entry is not a dict, or comes without a path.
     """
@@ -209,7 +212,7 @@ def parse_bank(bank: Sequence[Mapping[str, Any]], problems: list[str]) -> list[E
 
 
 def _parse(label: str, conf: Any, problems: list[str], *, with_path: bool, own: bool) -> Entry | None:
-    """Return an entry, None if it is skipped; a wrong value adds a problem and leaves the default."""
+    """Return an entry; None if the entry is to be skipped. A wrong value adds a problem and leaves the default."""
     if not isinstance(conf, Mapping):
         problems.append(f"{label}: found {type(conf).__name__}, expected a dict")
         return None

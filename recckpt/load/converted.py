@@ -108,9 +108,9 @@ class TensorRows:
         return entries
 
     def has_slots(self, table: str, slots: Iterable[str], *, is_live: bool = False) -> bool:
-        """Say whether the optimizer of a table kept exactly these slots, as far as is known.
+        """Return whether the optimizer of a table kept exactly these slots, as far as is known.
 
-        That of a live table may be of an akin class, or have kept other optional slots with other settings.
+        The optimizer of a live table may have a similar class, or other settings with other optional slots.
         """
         entry = self.source.at.checkpoint.manifest.table(table)
         if entry is None:
@@ -122,7 +122,7 @@ class TensorRows:
         return {*map(common_slot, there)} - OPTIONAL == {*map(common_slot, slots)} - OPTIONAL
 
     def has_other_decay(self, table: str, slots: Sequence[str]) -> bool:
-        """Say whether an optimizer trained a table for which weight decay means something else."""
+        """Return whether a table was trained by an optimizer in which weight decay has another meaning."""
         entry = self.source.at.checkpoint.manifest.table(table)
         if entry is None:
             things = (item.thing for item in self._planned if item.thing.tensor == table and item.thing.lineage)
@@ -133,7 +133,7 @@ class TensorRows:
 
     @cached_property
     def scalars(self) -> dict[str, Any]:
-        """The steps of tables and tensors, and the settings of their optimizers, in the form of sparse optimizers."""
+        """The steps of tables and tensors, and the settings of their optimizers, in the format of sparse optimizers."""
         trained = {item.thing.tensor: item.thing.optimizer for item in self._planned if item.thing.optimizer}
         saved = self.source.row_scalars()
         steps, groups = {**saved.get("state", {})}, [*saved.get("param_groups", [])]
@@ -149,7 +149,7 @@ class TensorRows:
         return {**saved, "state": steps, "param_groups": groups}
 
     def read(self, filler: Filler) -> Iterator[BatchRows]:
-        """Yield the rows of a tensor that this rank has in its table, then those beyond the table, step by step."""
+        """Yield, in batches, the rows of a tensor that this rank has in its table, then the rows beyond the table."""
         tensor, n_rows = filler.entry.name, filler.entry.rows
         table = self._live.live_tables[filler.target.table.name]
         (first, end), size = table.rows.box.rows, table.live.n_rows
@@ -230,7 +230,7 @@ def _misfit(item: Planned, value: Any, live: LiveState) -> tuple[object, object]
 
 @dataclass
 class _Gathered:
-    """A table whose rows are gathered in tensors, by their numbers; its length is 0, so a load may always fill it."""
+    """A table that gathers rows into tensors, by row number. Its length is 0, so that a load may always fill it."""
 
     name: str
     columns: Mapping[str, Tensor]
@@ -264,7 +264,7 @@ class _Gathered:
 
 
 class TableTensors:
-    """The tables of one checkpoint that fill dense tensors. Every rank reads all of their rows, as with dense state.
+    """The tables of one checkpoint that fill dense tensors. Every rank reads all their rows, as it reads dense state.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
@@ -336,7 +336,7 @@ class TableTensors:
         return {}
 
     def _keys(self, item: Planned) -> tuple[str, Mapping[str, str]]:
-        """Return the class of the optimizer that takes a state, and key -> slot; empty for a tensor itself."""
+        """Return the class of the optimizer that gets a state, and key -> slot; both empty for a tensor itself."""
         if not item.name.parameter:
             return "", {}
         kind = self._live.inventory[Name("dense_opt", item.name.optimizer)].lineage[0]

@@ -1,4 +1,4 @@
-"""All state except table rows: read and checked as a whole, and the dense state on its way into a model."""
+"""Reads and checks all state except table rows, and fills a model with dense state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OtherState:
     io_state: Mapping[str, Any]  # positions of datasets
     sparse_optim: dict[str, Any] | None  # scalars of the sparse optimizer; None to keep its own
     generators: Mapping[str, Any]  # states of random generators; empty to keep them
-    notes: Sequence[str] = ()  # what starts fresh, as only the states show
+    notes: Sequence[str] = ()  # what starts fresh, which only the read states show
 
 
 def read_other_state(
@@ -55,9 +55,10 @@ def read_other_state(
     *,
     rng: bool,
 ) -> OtherState:
-    """Read and check what is planned; with ``rng`` also the random generators, from the last source.
+    """Read and check the planned state; with ``rng``, also the random generators, from the last source.
 
-    ``tensors`` are the dense tensors of each source that are rows here, ``tables`` its tables that are tensors here.
+    ``tensors``: per source, its dense tensors that are table rows here. ``tables``: per source, its tables that are
+    dense tensors here.
     """
     taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
     for item in items:
@@ -106,7 +107,7 @@ def _dense_state(
 def _dense_values(
     items: Sequence[Planned], live: LiveState, source: OpenSource
 ) -> tuple[frozenset[Name], Mapping[str, Any]]:
-    """Return the names whose values a model to be served has already, and a mapping to read the others from."""
+    """Return the names whose values a served model already has, and a mapping from which to read the others."""
     names = live.tensor_names
     stored = source.under_names_of(names, source.tensors.model)
     if source.at.entry.serves and all(item.source in stored for item in items):
@@ -137,7 +138,8 @@ def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str
 
 
 def _position(live: LiveState, item: Planned, source: OpenSource) -> Any:
-    """Return this rank's position in the data; merged from all positions if another number of ranks saved."""
+    """Return this rank's position in the data; merged from all positions if the number of ranks differs from the
+    save."""
     if source.at.shards == live.shards:
         return source.own_state("io_state", item.source, live.shard)
     files = [source.state(layout.of_rank("io_state", shard)) for shard in range(source.at.shards)]
@@ -158,10 +160,10 @@ def _generators(live: LiveState, source: OpenSource) -> Mapping[str, Any]:
 
 
 class ModelLoad:
-    """A load of dense state that fits into a model, which takes it over.
+    """A load of dense state into a model; the model may keep the given tensors.
 
     Raises:
-        StateMismatchError: tensors lie in read-only memory, and have other values; names all.
+        StateMismatchError: live tensors in read-only memory have other values; the message names all.
     """
 
     def __init__(self, live: LiveState, state: Mapping[str, Any]) -> None:
@@ -185,7 +187,8 @@ class ModelLoad:
             self._set(self._put)
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        """Set tensors that torch's load cannot fill; inference tensors in place, others by replacing their memory."""
+        """Set tensors that torch's load cannot fill: inference tensors in place, other tensors by replacing their
+        memory."""
         for name, value in values.items():
             module, key = self._owner(name)
             members: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
@@ -202,7 +205,7 @@ class ModelLoad:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Fill the model; restore its former state if it refuses something, or the block fails."""
+        """Fill the model; restore its former state if the model refuses some state, or the ``with`` block fails."""
         own = {name: self._live.dense[name] for name in self._state}
         before = {name: value.clone() for name, value in own.items() if _can_go_back(value)}
         before |= {name: copy.deepcopy(value) for name, value in own.items() if not isinstance(value, Tensor)}
@@ -250,14 +253,14 @@ class ModelLoad:
 
 
 def _can_go_back(live: Any) -> bool:
-    """Say whether a tensor can be copied and filled again: lazy tensors and TorchRec's cannot."""
+    """Return whether a tensor can be copied and later filled again: lazy tensors and TorchRec's cannot."""
     if not isinstance(live, Tensor) or is_lazy(live):
         return False
     return not is_sharded(live) or hasattr(live, "device_mesh") or hasattr(live, GEOMETRY[1])
 
 
 def _has_own_load(module: nn.Module) -> bool:
-    """Say whether a module, or a hook of it, loads state in another way than torch does."""
+    """Return whether a module, or a hook of it, customizes how state is loaded."""
     kind = type(module)
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     for method in (kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state, *hooks):

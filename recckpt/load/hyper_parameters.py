@@ -1,4 +1,4 @@
-"""The hyper-parameters of a run: which of them a load replaces, and how a run keeps its own."""
+"""The hyper-parameters of a run: which ones a load replaces, and how the run keeps its own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger("recckpt")
 
 _NO_SETTINGS = {"params", "tables", NAMES, SHAPES, "initial_lr"}  # the last is what schedulers note in a group
 _KEPT, _REPLACED = (lambda each: "{} {}, not {}".format(*each)), (lambda each: "{} {} -> {}".format(*each))
-_RATES = ("base_lrs", "max_lrs", "min_lrs")  # what torch's schedulers make learning rates of, one a group
+_RATES = ("base_lrs", "max_lrs", "min_lrs")  # from which torch's schedulers compute learning rates, one per group
 
 
 class HyperParameters:
-    """The hyper-parameters of all optimizers of a run, taken before a load; ``kept``: the load must not change them."""
+    """The hyper-parameters of all optimizers of a run, taken before a load. ``kept``: the run keeps them."""
 
     def __init__(self, live: LiveState, *, kept: bool) -> None:
         self.kept = kept
@@ -42,10 +42,10 @@ class HyperParameters:
                 self._schedules.setdefault(name, []).append((one, rates))
 
     def after_load(self, label: str, loaded: Collection[str], akin: Mapping[str, str], *, with_log: bool) -> None:
-        """Restore the run's own where they are kept, and log what the load has replaced.
+        """Restore the run's own hyper-parameters if they are kept, and log which ones the load has replaced.
 
-        ``loaded`` are the registered objects that were loaded (optimizers: if their settings were); ``akin`` the
-        optimizers that took settings of an akin class, and keep their weight decay, with the reason.
+        ``loaded``: registered objects that were loaded, optimizers only if their settings were. ``akin``: optimizer
+        that took settings of a similar class but keeps its weight decay -> the reason.
         """
         for name, reason in akin.items() if not self.kept else ():
             if with_log and (differences := list(self._differences([name], DECAY))):
@@ -70,7 +70,7 @@ class HyperParameters:
                 _keep_rates(schedules)
 
     def _differences(self, names: Iterable[str], keys: Collection[str] = ()) -> Iterator[tuple[str, Any, Any]]:
-        """Yield (name, value of this run, loaded value) for these optimizers; only ``keys`` if given."""
+        """Yield (name, value of this run, loaded value) for these optimizers; only for ``keys`` if given."""
         for name, (optimizer, groups) in ((name, self._groups[name]) for name in names):
             for number, (before, now) in enumerate(zip(groups, groups_of(optimizer), strict=True)):
                 which = name
@@ -91,7 +91,7 @@ class HyperParameters:
 
 
 def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None:
-    """Go on from the loaded place in the schedule, with the rates of this run.
+    """Continue at the loaded position in the schedule, with the rates of this run.
 
     The schedule has scaled its base rates, to a tenth for example; the same factor is applied to the base rates of this
     run.
@@ -115,6 +115,6 @@ def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting so that it can be compared and printed: numbers for tensors, tuples for lists."""
+    """Return a setting in a form to compare and print: numbers for tensors, tuples for lists."""
     value = plain(value) if not isinstance(value, Tensor) or value.numel() == 1 else value.tolist()
     return tuple(value) if isinstance(value, list) else value

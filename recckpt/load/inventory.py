@@ -1,4 +1,4 @@
-"""What a model and a checkpoint have, by name, without reading rows. Does not import torch."""
+"""The names in a model and in a checkpoint, with what is known of each. Reads no rows. Does not import torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Inventory = Mapping[Name, Thing]
 
 @dataclass(frozen=True)
 class LoadCandidate:
-    """What a checkpoint has, and what an entry of a bank asks of it."""
+    """The names in a checkpoint, and the entry of a bank that asks for some of them."""
 
     entry: Entry  # of the bank
     label: str  # the checkpoint's path
@@ -64,7 +64,7 @@ class LoadCandidate:
 def checkpoint_inventory(
     checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], model_dense: Iterable[str]
 ) -> Inventory:
-    """Return the names in a checkpoint. Its ``tensors`` are listed under the model's names for them."""
+    """Return the names in a checkpoint. Its ``tensors`` get the model's names."""
     manifest = checkpoint.manifest
     things: dict[Name, Thing] = {}
     for table in manifest.tables:
@@ -104,7 +104,7 @@ def registered_names(checkpoint: Checkpoint) -> list[Name]:
 
 
 def names_here(saved: Iterable[str], model: Iterable[str]) -> dict[str, str]:
-    """Return saved name -> the model's name for it; looks through wrappers that only one side had."""
+    """Return saved name -> the model's name; ignores wrappers that only one side had."""
     saved, model = list(saved), {*model}
     plain = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in saved}
     if len({*plain.values()}) < len(plain) or any(_COMPILED in name.split(".") for name in model):
@@ -122,7 +122,7 @@ def names_here(saved: Iterable[str], model: Iterable[str]) -> dict[str, str]:
 def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
-    A line is a name, followed by tab-separated fields, all optional: group, dtype, shape, and then
+    A line is a name and optional tab-separated fields: group, dtype, shape, and then
 
     - for a tied parameter: its other names;
     - for a dense optimizer: the names of its classes;

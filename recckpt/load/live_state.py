@@ -1,4 +1,4 @@
-"""What a load fills, looked up once per load; and checks of a plan against it."""
+"""The live objects that a load fills, looked up once per load; and checks of a plan against these objects."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LiveState:
 
     @cached_property
     def tensor_names(self) -> list[str]:
-        """The names of dense tensors, and those that live tables may have as dense tensors in a checkpoint."""
+        """The names of dense tensors, and the names that live tables may have as dense tensors in a checkpoint."""
         return [*self.dense, *(tensor for name in self.live_tables for tensor in self.live_tables.tensors_of(name))]
 
     @cached_property
@@ -77,7 +77,7 @@ class LiveState:
 
     @cached_property
     def needs(self) -> Needs:
-        """What this rank reads of files that belong to single ranks."""
+        """What this rank reads from files that belong to single ranks."""
         slices = {name: self.targets[name.table].slice for name in self.inventory if name.is_slot}
         gathers = any(map(self.extra.gathers, self.extra))
         values = self.dense.items()
@@ -161,7 +161,8 @@ def _dense_things(model: nn.Module, dense: Mapping[str, Any]) -> dict[Name, Thin
 def check_live(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Sequence[Planned], problems: Problems
 ) -> None:
-    """Add what does not fit the live objects: states of other ranks, tables that are not ours, lengths."""
+    """Add problems that only live objects show: with per-rank states, with tables that are not ours, and with
+    lengths."""
     for item, source in ((item, sources[item.offer]) for item in items if item.offer is not None):
         if item.name.group == "io_state":
             _check_positions(live, source, item.name.text, problems)
@@ -188,7 +189,7 @@ def _check_positions(live: LiveState, source: LocatedCheckpoint, name: str, prob
 
 
 def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, problems: Problems) -> None:
-    """States that each rank saved need as many ranks again; one saved by a single rank fits any number."""
+    """If each rank saved its own state, require the same number of ranks; a state saved by one rank fits any number."""
     registry = live.extra
     name, there = (text.rpartition("@")[2] if item.name.parameter else text for text in (item.name.text, item.source))
     is_for_all = there not in source.extras_of_ranks or source.shards == 1 or registry.gathers(name)
@@ -201,7 +202,7 @@ def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, 
 
 
 def _check_room(source: LocatedCheckpoint, item: Planned, table: AttachedTable, problems: Problems) -> None:
-    """Refuse more ids than a live table with managed collisions has rows."""
+    """Refuse to load more ids than a live table with managed collisions has rows."""
     most, entry = table.most_ids, source.entry
     if most is None or entry.zch != "error" or entry.where != RowFilter():
         return
@@ -212,7 +213,7 @@ def _check_room(source: LocatedCheckpoint, item: Planned, table: AttachedTable, 
 
 
 def _check_length(source: LocatedCheckpoint, item: Planned, table: AttachedTable, problems: Problems) -> None:
-    """Warn of a live table that is longer here; refuse one that is shorter, unless it may be resized."""
+    """Warn if a live table is longer than the saved one; refuse if it is shorter and may not be resized."""
     saved, here, entry = item.thing.rows, table.live.n_rows, source.entry
     there = source.checkpoint.manifest.table(item.source.rpartition("@")[0])
     if entry.where != RowFilter() or (not item.thing.tensor and (there is None or there.live is None)):
@@ -233,7 +234,7 @@ def _warn_of_new(source: LocatedCheckpoint, name: str, saved: int, here: int, pr
 def _check_foreign(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Iterable[Planned], problems: Problems
 ) -> None:
-    """A table that is not ours can only take whole rows, as they are."""
+    """Check that a table that is not ours gets whole, unconverted rows: it can take nothing else."""
     foreign = {name for name, target in live.targets.items() if not target.takes_slots}
     taken: dict[str, dict[str, Planned]] = {}
     for item in items:
@@ -250,11 +251,11 @@ def _check_foreign(
 
 
 def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource]) -> None:
-    """Refuse a model that cannot hold what is planned.
+    """Raise if the model cannot hold the planned state.
 
     Raises:
         StateMismatchError: tensors or tables are on the device ``meta``, or a tied parameter would get values and
-            optimizer state from two different names; lists all.
+            optimizer state from two different names; the message lists all.
     """
     what, mismatched = " and ".join(planned.sources), dict[str, tuple[object, object]]()
     for name in (item.name for item in planned.taken if item.name.is_slot or item.name.group == "dense"):
@@ -280,7 +281,7 @@ def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSourc
 def _untied(
     live: LiveState, taken: Sequence[Planned], sources: Sequence[OpenSource]
 ) -> dict[str, tuple[Planned, Planned]]:
-    """Return the tied tensors that would get two different values, each with one that it is tied to."""
+    """Return the tied tensors that would get two different values, each with a tensor that it is tied to."""
     dense = {item.name.text: item for item in taken if item.name.group == "dense"}
     tied = {text: live.inventory[item.name].tied for text, item in dense.items()}
     if not any(tied.values()):
@@ -295,7 +296,7 @@ def _untied(
 
 
 def _differ(one: Planned, other: Planned, stored: Sequence[Mapping[str, StoredTensor]]) -> bool:
-    """Say whether two tensors come from different places whose checksums differ."""
+    """Return whether two tensors come from different places with different checksums."""
     if (one.offer, one.thing.table or one.source) == (other.offer, other.thing.table or other.source):
         return False
     tensors = [stored[item.offer or 0].get(item.source) for item in (one, other)]

@@ -1,4 +1,5 @@
-"""The hallway of a load: plan, read what is small, give it to those who may refuse it, fill tables, then the rest."""
+"""The top level of a load: plan, read the small state, give it to objects that may refuse it, fill tables, then the
+rest."""
 
 from __future__ import annotations
 
@@ -45,9 +46,10 @@ def row_loads(
     download_dir: WorkDir | None,
     concurrency: int,
 ) -> tuple[list[LinkLoad], list[OtherRows]]:
-    """Return what fills the tables: rows of links, in the order of the bank, link by link, and rows of tensors.
+    """Return the loads that fill the tables, in the order of the bank: rows of links, link by link, and rows of
+    tensors.
 
-    ``sources`` come with the dense tensors that fill tables; ``step`` is the global step that is taken over.
+    ``sources``: each with its dense tensors that fill tables. ``step``: the global step that the run takes over.
     """
     fresh: dict[str, set[str]] = {}  # slots of each table that no source has
     for item in items:
@@ -114,7 +116,7 @@ def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> 
     return planned
 
 
-@torch.inference_mode(mode=False)  # what is made here trains, though the caller may be in that mode
+@torch.inference_mode(mode=False)  # tensors made here are trained later, even if the caller is in that mode
 def load(
     live: LiveState,
     sources: Sequence[OpenSource],
@@ -125,11 +127,11 @@ def load(
     rng: bool,
     meetings: Meetings,
 ) -> LoadReport:
-    """Fill live state; refuse whatever does not fit before anything changes. Collective.
+    """Fill live state. State that does not fit is refused before anything changes. Collective.
 
-    Of the ``sources``, in the order of the bank, the last that has a name counts; ``problems`` are known already. Files
-    that cannot be mapped are copied to ``download_dir`` before reading; None reads them where they are. ``rng``
-    restores the random generators from the last source, if as many ranks wrote it.
+    ``sources`` are in the order of the bank; a name comes from the last source that has it. ``problems`` were found
+    earlier. Files that cannot be memory-mapped are first copied to ``download_dir``; with None they are read in place.
+    ``rng`` restores the random generators from the last source, if the same number of ranks wrote it.
 
     Raises:
         LoadConfError, StateMismatchError: as :func:`plan`.
@@ -151,7 +153,7 @@ def load(
     other = read_other_state(live, items, sources, tensors, tables, rng=rng)
     planned = replace(planned, items=tuple(items), warnings=(*planned.warnings, *other.notes))
     for source in sources:
-        source.states.clear()  # they belong to what they are given to
+        source.states.clear()  # the objects that receive them own them
     steps = [item.offer for item in items if item.name.group == GLOBAL_STEP and item.offer is not None]
     step = sources[steps[-1]].at.checkpoint.manifest.step if steps else None
     pairs = zip(sources, tensors, strict=True)
@@ -166,7 +168,7 @@ def load(
     n_bytes = loaded.bytes_read + sum(each.bytes_read for each in tables) + sum(each.bytes_read for each in sources)
     report = _report(live, planned, replace(loaded, bytes_read=n_bytes), step, time.perf_counter() - begin)
     if live.shard == 0:
-        (report if live.shards == 1 else planned).log_summary()  # of several ranks, each knows its own rows alone
+        (report if live.shards == 1 else planned).log_summary()  # with several ranks, each knows only its own rows
     return report
 
 
@@ -214,7 +216,7 @@ def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], s
 
 def _apply(live: LiveState, other: OtherState, fill: Callable[..., Loaded], progress: Progress) -> Loaded:
     model = ModelLoad(live, other.dense)
-    with ExitStack() as undone_on_error:  # what can refuse its state goes first
+    with ExitStack() as undone_on_error:  # objects that can refuse their state come first
         undone_on_error.enter_context(_optimizer_loaded(live.row_optimizers, other.sparse_optim))
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
@@ -237,7 +239,7 @@ def _apply(live: LiveState, other: OtherState, fill: Callable[..., Loaded], prog
 
 @contextmanager
 def _optimizer_loaded(optimizer: Optimizer | RowOptimizers | None, state: Mapping[str, Any] | None) -> Iterator[None]:
-    """Load the sparse optimizer's scalars; undo it if the block fails."""
+    """Load the sparse optimizer's scalars; undo the load if the ``with`` block fails."""
     if optimizer is None or state is None:
         yield
         return

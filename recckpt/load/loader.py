@@ -1,4 +1,4 @@
-"""Loads of one saver: finds the checkpoints that were asked for, and fills the live model from them."""
+"""Loads of one saver: finds the requested checkpoints, and fills the live model from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Counts = Mapping[tuple[str, str], tuple[OwnedIds, int]]  # table there and here 
 
 
 def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
-    """Return how many rows of a source were read for each table that it alone has filled."""
+    """Return the number of rows read from a source for each table that only this source has filled."""
     filled = {item.name.table for item in report.items if item.name.is_slot and item.offer == number}
     filled -= {item.name.table for item in report.items if item.name.is_slot and item.offer not in (None, number)}
     counts = {}
@@ -56,7 +56,8 @@ def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
 
 
 def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each table whose ranks together own all ids, but have read more or fewer rows than it has."""
+    """Yield an error for each table of which the ranks own all ids together, but have read more or fewer rows than
+    saved."""
     for key in dict.fromkeys(key for counts in of_ranks for key in counts):
         rows = dict(counts[key] for counts in of_ranks if key in counts)
         spans = sorted(span for owned in rows for span in _spans(owned) if span[0] < span[1])
@@ -80,16 +81,17 @@ def _spans(owned: OwnedIds) -> Iterator[tuple[Fraction, Fraction]]:
 
 @dataclass
 class Loader:
-    """What a saver loads into, and from where. Not thread-safe.
+    """The objects that a saver loads into, and the default source. Not thread-safe.
 
     Attributes:
         storage: the own output dir.
-        download_dir: where to copy files that cannot be mapped, before reading.
+        download_dir: directory to which files that cannot be memory-mapped are copied before reading.
         run: the name of the job in metrics.
         before_load: called with the output dirs of a load, before anything in them is opened.
-        on_whole_restore: called with a checkpoint of the own output dir and this rank's tables, once these equal it.
+        on_whole_restore: called with a checkpoint of the own output dir and this rank's tables, once the tables equal
+            it.
         is_resumed: whether a checkpoint of the own output dir was loaded.
-        loaded_step: the step that was taken over last, None if none was.
+        loaded_step: the step that the last load took over; None if no load did.
     """
 
     model: nn.Module
@@ -108,13 +110,14 @@ class Loader:
     loaded_step: int | None = field(default=None, init=False)
 
     def load_located(self, locate: Callable[[], LocatedBank], shard_id: int | None = None) -> LoadReport:
-        """Load what ``locate`` returns; it is called again if that is removed before it is read."""
+        """Load the bank that ``locate`` returns. If a checkpoint is removed before it is read, call ``locate``
+        again."""
         return first_whole(locate, partial(self.load_once, shard_id), instead=KnownDamage().instead)
 
     def plan_located(
         self, locate: Callable[[], LocatedBank], shard_id: int | None, shard_num: int | None = None
     ) -> LoadPlan:
-        """Plan a load of what ``locate`` returns."""
+        """Plan a load of the bank that ``locate`` returns."""
 
         def plan(bank: LocatedBank) -> LoadPlan:
             with opened(bank.sources) as sources:
@@ -123,7 +126,7 @@ class Loader:
         return first_whole(locate, plan, instead=KnownDamage().instead)
 
     def load_once(self, shard_id: int | None, bank: LocatedBank) -> LoadReport:
-        """Load what was located, once; the caller handles removal and damage."""
+        """Load a located bank, without retries; the caller handles removal and damage."""
         self.before_load([source.storage for source in bank.sources])
         live = self.live_state(shard_id)
         with opened(bank.sources, live.needs) as sources:
@@ -168,7 +171,8 @@ class Loader:
     def note_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
         """Call ``on_whole_restore`` if a load was whole; after loads of several ranks, on all of them.
 
-        Whole means: everything of one source, unconverted, under its own names, and no live table has other rows.
+        A load is whole if everything comes from one source, unconverted and under the same names, and no live table
+        has other rows.
         """
         numbers = {item.offer for item in report.items if item.offer is not None}
         if self.on_whole_restore is None or len(numbers) != 1 or any(item.conversion for item in report.items):
@@ -187,13 +191,13 @@ class Loader:
             self.on_whole_restore(at.checkpoint, live.tables.values())
 
     def live_state(self, shard_id: int | None = None, shard_num: int | None = None) -> LiveState:
-        """Return what a load fills, as it is now."""
+        """Return the objects that a load fills, looked up now."""
         shard, shards = this_rank(shard_id, shard_num)
         return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards, self.live_tables)
 
 
 class Loads(OneProcess):
-    """The half of a saver that loads, and says what a load would do."""
+    """The half of a saver that loads, and plans loads."""
 
     loader: Loader
 
@@ -210,15 +214,15 @@ class Loads(OneProcess):
         Args:
             ckpt_path: an id of the own output dir, an output dir, or a checkpoint itself; None for the own output dir.
             ckpt_id: which checkpoint in it; None for the newest.
-            load_conf: what to take: an entry of a bank without ``path``; None for everything.
-            shard_id: number of this rank, whose dataset positions are taken; None as in :meth:`save`.
+            load_conf: what to load, as an entry of a bank without ``path``; None for everything.
+            shard_id: number of this rank, to choose its dataset positions; None as in :meth:`save`.
             direct_path: whether ``ckpt_path`` must be a checkpoint itself; then None loads nothing.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
-            LoadConfError, StateMismatchError: what is asked for does not exist or does not fit; nothing has changed.
+            LoadConfError, StateMismatchError: requested state does not exist or does not fit; nothing has changed.
             CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
-            PartlyLoadedError: reading failed after tables that had rows had changed.
+            PartlyLoadedError: reading failed after tables with rows had begun to change.
         """
         with self._turn():
             loader, entry = self.loader, parse_load_conf(load_conf)
@@ -237,7 +241,7 @@ class Loads(OneProcess):
     def load_by_config(
         self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None
     ) -> LoadReport:
-        """Load what a model bank says: entries with a ``path``; if several offer a name, the last counts.
+        """Load from a model bank: entries with a ``path``. If several entries offer a name, the last one is used.
 
         Args:
             bank: a list of entries, or one entry, or the path of one; see docs/load.md. None loads nothing.
@@ -245,19 +249,19 @@ class Loads(OneProcess):
             shard_id: number of this rank; None as in :meth:`save`.
 
         Raises:
-            Exception: as :meth:`load`; LoadConfError and StateMismatchError name all that is wrong.
+            Exception: as :meth:`load`; LoadConfError and StateMismatchError list all problems.
         """
         with self._turn():
             entries = as_bank(bank, conf)
             return self.loader.load_located(lambda: locate_bank(entries), shard_id)
 
     def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
-        """Say what :meth:`load_by_config` would do, or raise as it would; reads no rows and changes nothing."""
+        """Return what :meth:`load_by_config` would do, or raise the same errors. Reads no rows, and changes nothing."""
         with self._turn():
             entries = as_bank(bank, conf)
             return self.loader.plan_located(lambda: locate_bank(entries), shard_id)
 
     def names(self) -> list[str]:
-        """Return a line for each name that can be loaded, with what is known of it, for ``recckpt plan``."""
+        """Return one line per name that can be loaded, with its group, dtype and so on, for ``recckpt plan``."""
         with self._turn():
             return list_inventory(self.loader.live_state().inventory)

@@ -1,4 +1,4 @@
-"""A checkpoint of a bank with its files open: what it offers, its state and rows. Imports torch only to read state."""
+"""A checkpoint of a bank with its files open: its names, state and rows. Imports torch only to read state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rank reads from files that belong to single ranks."""
+    """What one rank reads from files that belong to single ranks."""
 
     shard: int
     shards: int
@@ -46,12 +46,12 @@ class Needs:
 
 
 class OpenSource:
-    """The open files of a checkpoint that is loaded; they can be read even if its owner removes it.
+    """The open files of a checkpoint to load; they stay readable even if its owner removes the checkpoint.
 
     ``needs`` is None for a plan, which reads no files of single ranks.
 
     Raises:
-        CheckpointRemovedError: it is gone already.
+        CheckpointRemovedError: the checkpoint is gone already.
         CorruptCheckpointError: a file is missing, or a catalog or an index of tensors is damaged.
     """
 
@@ -60,7 +60,7 @@ class OpenSource:
         self._n_bytes = 0
         self.states: dict[str, dict[str, Any]] = {}  # that were read
         self._batches: Sequence[LinkBatches] = ()
-        self.updates: Collection[str] = ()  # tables of which only the links that are new to the model are read
+        self.updates: Collection[str] = ()  # tables for which only links that are new to the model are read
         self._chain = at.opened.twin() if at.opened else OpenChain.of(at.storage, at.checkpoint)
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
             closed_on_error.callback(self._chain.close)
@@ -76,7 +76,7 @@ class OpenSource:
         self.states, self._batches = {}, ()
 
     def _open_needed(self, needs: Needs) -> None:
-        """Open the needed files of single ranks, and in all links the files that may have rows for this rank."""
+        """Open the needed files of single ranks and, in all links, the files that may have rows for this rank."""
         everyone, own = range(self.at.shards), (0, needs.shard)
         is_resharded = self.at.shards != needs.shards
         of_ranks = [layout.of_rank("rng", needs.shard)]
@@ -116,7 +116,7 @@ class OpenSource:
     def rows(
         self, number: int, fillers: Sequence[Filler], download_dir: WorkDir | None, concurrency: int
     ) -> list[LinkLoad]:
-        """Return what fills tables, link by link, the newest first."""
+        """Return the loads that fill tables, one per link, the newest first."""
         from recckpt.sparse.files.link_pass import LinkLoad  # torch, which a plan does without
 
         loads = []
@@ -160,7 +160,7 @@ class OpenSource:
                 yield states[name]
 
     def own_state(self, content: str, name: str, shard: int) -> Any:
-        """Return the state of a rank; if it had none, that of the first rank that had one."""
+        """Return the state of a rank; if this rank saved none, the state of the first rank that did."""
         own = self.state(layout.of_rank(content, shard))
         if name in own:
             return own[name]
@@ -187,7 +187,7 @@ class OpenSource:
         return CorruptCheckpointError(layout.join(self._directory, name), where, found=found, expected=expected)
 
     def dense(self, live: Iterable[str]) -> dict[str, Any]:
-        """Return the dense state under the model's names; of sharded tensors, where their values lie."""
+        """Return the dense state under the model's names; for a sharded tensor, the places of its values."""
         from recckpt.dense.loader import check_indexed  # torch, which a plan does without
 
         values = dict(self.state(layout.MODEL))
@@ -197,14 +197,14 @@ class OpenSource:
         return self.under_names_of(live, values)
 
     def under_names_of(self, live: Iterable[str], values: Mapping[str, _T]) -> dict[str, _T]:
-        """Return values under the model's names, which differ if only one side was wrapped."""
+        """Return values under the model's names; names differ if only one side was wrapped."""
         here = names_here(self._manifest.names.dense, live)
         return {here.get(name, name): value for name, value in values.items()}
 
 
 @contextmanager
 def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
-    """Open checkpoints until the end of the block; errors as of :class:`OpenSource`."""
+    """Open checkpoints until the end of the ``with`` block; errors as of :class:`OpenSource`."""
     with collected_rarely(), ExitStack() as stack:
         opened_sources = []
         for source in sources:
@@ -214,9 +214,9 @@ def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> 
 
 
 def needed_files(manifest: Manifest, needs: Needs, *, is_whole: bool = True) -> frozenset[str]:
-    """Return the files that a rank reads to restore a near save, including shards that may have rows for it.
+    """Return the files that a rank reads to restore a near save, including files of shards that may have its rows.
 
-    If the restore is not whole, names may differ there, so any shard may have rows for it.
+    If the restore is not whole, names may differ in the checkpoint, so any shard may have rows for this rank.
     """
     names = {file.name for file in manifest.files}
     is_any = bool(needs.slices or needs.tensors) and not is_whole

@@ -1,4 +1,4 @@
-"""The states of optimizers, put together from the checkpoints that their parameters and tables come from."""
+"""Composes the states of optimizers from the checkpoints that their parameters and tables come from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 _States = dict[
     str, tuple[tuple[int, ...], Mapping[str, Any] | None]
 ]  # parameter -> (its shape, its state if it has one)
-_GO_BY_PLACE = {"LBFGS"}  # keep one state for all parameters, of their values one after the other, with the first
+_GO_BY_PLACE = {"LBFGS"}  # keep one state for the concatenated values of all parameters, under the first one
 _ELSEWHERE = "it goes by the places of the parameters, which are others here"
 
 
@@ -54,10 +54,10 @@ def sparse_optimizer_state(
 ) -> dict[str, Any] | None:
     """Return the scalars to load into the sparse optimizer, None if nothing changes.
 
-    The step of a table comes from the source of its slots; it starts from 0 if the table is emptied and its slots start
-    fresh. Hyper-parameters come from the source of ``sparse_optim``, group by group, if one group there has all of its
-    tables and the same slots; from another run only if asked for. ``tensors`` are what each source gives to live
-    tables.
+    The step of a table comes from the source of its slots. The step is 0 if the table is emptied and its slots start
+    fresh. Hyper-parameters of a group come from the source of ``sparse_optim``, if one saved group has all tables of
+    the group with the same slots; from another run only if requested. ``tensors``: per source, its tensors that fill
+    live tables.
     """
     if optimizer is None:
         return None
@@ -95,7 +95,7 @@ def sparse_optimizer_state(
 
 
 def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:
-    """Return the source and table that the step of a table comes from, None if it is not loaded.
+    """Return the source and table that the step of a table comes from; None if the step is not loaded.
 
     The step of an optimizer without slots comes with the rows.
     """
@@ -113,7 +113,7 @@ def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[
 def _foreign_steps(
     live: Mapping[str, Any], items: Iterable[Planned], sources: Sequence[OpenSource]
 ) -> dict[str, Any] | None:
-    """Return the state of an optimizer that is not ours, from the source of the last slots; settings stay."""
+    """Return the state of an optimizer that is not ours, from the source of the last slots; its settings stay."""
     offers = [item.offer for item in items if item.name.is_slot and item.name.group == "sparse_opt"]
     taken = [offer for offer in offers if offer is not None]
     saved = sources[max(taken)].row_scalars() if taken else {}
@@ -130,8 +130,9 @@ def _with_settings(
 ) -> dict[str, Any]:
     """Return a group with the hyper-parameters of the saved group that holds its tables.
 
-    They stay if a table is not in ``alike``: then another optimizer trained it. Weight decay stays for ``other_decay``,
-    where it means something else. ``there`` is table -> its name in the checkpoint.
+    If a table is not in ``alike``, another optimizer trained it, so the live settings stay. For tables in
+    ``other_decay`` the live weight decay stays, because the saved one has another meaning. ``there``: table -> its name
+    in the checkpoint.
     """
     tables = {there.get(table, table) for table in live["tables"]}
     if others := [table for table in live["tables"] if table not in alike]:
@@ -154,12 +155,12 @@ def _with_settings(
 def dense_optimizer_states(
     live: LiveState, items: Iterable[Planned], sources: Sequence[OpenSource], tables: Sequence[TableTensors]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the states to load into the registered dense optimizers, and notes on those that start fresh.
+    """Return the states to load into the registered dense optimizers, and notes on states that start fresh.
 
-    A parameter that is loaded takes its state from the same source, or starts fresh if there is none. All others keep
-    their state, and groups keep their settings unless those are planned. State for all parameters together comes with
-    the settings, or else from the one source of all states. ``tables`` are those of each source that are dense tensors
-    here.
+    A loaded parameter takes its state from the same source; without a state there, its state starts fresh. Other
+    parameters keep their state, and groups keep their settings unless the plan loads settings. A state shared by all
+    parameters comes with the settings, or else from the source of all states, if there is only one. ``tables``: per
+    source, its tables that are dense tensors here.
     """
     planned = {item.name: item for item in items}
     pairs = [*zip(sources, tables, strict=True)]
@@ -169,7 +170,7 @@ def dense_optimizer_states(
 
 
 class _Composer:
-    """Puts the state of one dense optimizer together; ``notes`` lists what starts fresh."""
+    """Composes the state of one dense optimizer; ``notes`` lists what starts fresh."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class _Composer:
         return self._optimizer.composed(states, groups, shared) if is_loaded else None
 
     def _shared(self, settings: Planned) -> Shared | None:
-        """Return the state for all parameters together; None to keep the optimizer's own."""
+        """Return the state shared by all parameters; None to keep the optimizer's own."""
         saved_at = self._saved_at()
         if settings.offer is not None and not settings.thing.table:
             saved_at = settings.offer, settings.source
@@ -288,7 +289,7 @@ class _Composer:
         return {first: next((text for text in texts if text in known), "") for first, texts in there.items()}
 
     def _state_of(self, parameter: str, item: Planned, offer: int) -> Mapping[str, Any] | None:
-        """Return the state of a parameter, None if it had none. Tensors keep their saved dtypes."""
+        """Return the saved state of a parameter, None if none was saved. Tensors keep their saved dtypes."""
         tensor = self._parameters[parameter]
         if item.thing.table:
             of_rows = self._tables[offer].state(item)
@@ -316,7 +317,7 @@ class _Composer:
         return deepcopy(values) if self._uses[offer, item.source] > 1 else values  # torch takes the tensors over
 
     def _cast(self, parameter: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state whose moments are cast like their parameter, if a rule has cast that."""
+        """Return a state whose moments are cast like the parameter, if a rule has cast the parameter."""
         items = (self._planned.get(Name("dense", name)) for name in self._names[parameter])
         saved = next((item.thing.dtype for item in items if item is not None and item.offer is not None), "")
         dtype = self._parameters[parameter].dtype
@@ -344,7 +345,7 @@ class _Composer:
                 if not is_gathered or (there in needed and (values or there not in states)):
                     states[there] = (shape, values)
             if all(there in states and states[there][1] for there in needed):
-                break  # most often a rank has saved all that it needs
+                break  # usually a rank has saved all that it needs
         return states
 
     def _value(self, source: OpenSource, name: str) -> Any:
@@ -352,9 +353,9 @@ class _Composer:
 
 
 def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource, *, is_spread: bool = False) -> Any:
-    """Return state with its sharded tensors laid out as here; ``beside`` returns the state and the live one."""
+    """Return state with its sharded tensors in the live layout; ``beside`` returns the saved and the live state."""
     try:
         may_be = is_spread or may_be_sharded() or has_stand_ins(saved)
         return fitted(*beside(), source.tensors) if may_be else saved
-    except RecursionError:  # nested without end: whoever gets it may refuse it
+    except RecursionError:  # endlessly nested: the object that receives it may refuse it
         return saved

@@ -1,4 +1,4 @@
-"""Decides which name of the model is taken from where, by names and shapes alone, before any row is read."""
+"""Decides from which source each name of the model is loaded, by names and shapes only, before any row is read."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from recckpt.types import EMBEDDING, is_optimizer_slot
 
 RESIZE = "resize"
 _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
-_EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
+_EXTRA_STATE = "_extra_state"  # torch's key of a module's extra state, which may have any shape
 
 
 def regroups(saved: Thing, live: Thing) -> bool:
-    """Say whether a slot has one value per range of columns on one side, and not the same ranges on the other."""
+    """Return whether a slot has one value per range of columns on one side, and other ranges on the other side."""
     if live.columns:
         return saved.columns != live.columns
     return bool(saved.columns) and live.shape == ()
@@ -48,7 +48,7 @@ def _values_of(thing: Thing) -> str:
 
 
 class Match:
-    """The names of a candidate beside those of the model; ``there``: asked name -> its name in the checkpoint."""
+    """Matches the names of a candidate with the model's; ``there``: requested name -> its name in the checkpoint."""
 
     def __init__(self, model: Inventory, offer: LoadCandidate, problems: Problems) -> None:
         self.offer, self.model = offer, model
@@ -70,7 +70,7 @@ class Match:
                 self.there[name] = source
 
     def check(self, problems: Problems) -> None:
-        """Add what is wrong with the entry by itself, whatever the others offer."""
+        """Add the problems of this entry that do not depend on other entries."""
         entry, label, inventory = self.offer.entry, self.offer.label, self.offer.inventory
         check_patterns(entry, self.model, inventory, problems)
         asked = {pattern.text for pattern in entry.load if pattern.is_explicit}
@@ -119,7 +119,7 @@ class Match:
         return [name for name in left if name.table not in counts]
 
     def fit(self, name: Name) -> tuple[str, str]:
-        """Return (conversion, reason why it is left out) for a name; raises ValueError(found, expected)."""
+        """Return (conversion, reason to leave the name out) for a name; raises ValueError(found, expected)."""
         saved, live = self.offer.inventory[self.there[name]], self.model[name]
         if name.is_settings and saved.lineage:
             other, decay = misfit(saved.lineage, live.lineage), other_decay(saved.lineage, live.lineage)
@@ -193,7 +193,7 @@ def as_rows(name: Name, saved: Thing) -> str:
 def _conversion(saved: Thing, live: Thing, action: str, *, of_rows: bool, regrouped: bool) -> str:
     """Describe how ``saved`` becomes ``live``; ValueError(found, expected) if the action does not allow it.
 
-    For rows of tables only the last dimension can be resized: rows lie one after the other in their files.
+    For rows of tables only the last dimension can be resized, because rows lie one after another in their files.
     """
     steps = []
     if regroups(saved, live):
@@ -227,12 +227,12 @@ def plan_load(
     problems: Problems,
     check: Callable[[Sequence[Planned], Problems], None] = lambda items, problems: None,
 ) -> LoadPlan:
-    """Decide what is loaded from where.
+    """Decide from which source each name is loaded.
 
-    If several candidates have a name, the last counts; ``check`` adds problems that only live objects show.
+    If several candidates have a name, the last one is used. ``check`` adds problems that only live objects show.
 
     Raises:
-        LoadConfError: unknown names or keys; lists all, and everything that does not fit as well.
+        LoadConfError: there are unknown names or keys; the message lists them, and all that does not fit.
         StateMismatchError: the only problems are states that do not fit.
         CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: the only problem is one unreadable
             checkpoint.
@@ -299,7 +299,7 @@ def _resolve_one(name: Name, live: Thing, matches: Sequence[Match], problems: Pr
 
 
 def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], matches: Sequence[Match]) -> Planned:
-    """Plan the state of one parameter of a dense optimizer: it follows its parameter, as slots follow ids."""
+    """Plan the state of one parameter of a dense optimizer: the state comes from the source of the parameter."""
     parameters = [item for one in (name.parameter, *tied) if (item := planned.get(Name("dense", one)))]
     parameter = next((item for item in parameters if item.offer is not None), parameters[0] if parameters else None)
     if parameter is None:  # not in the state dict, as that of a loss: such a one is at home in the own run only
@@ -336,7 +336,7 @@ def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
 
 
 def _checked_optimizer(item: Planned, match: Match) -> Planned:
-    """Leave out the scalars of another sparse optimizer, which is recognized by the slots of its tables."""
+    """Leave out the scalars of another sparse optimizer. The slots of its tables show that it is another one."""
     left_out = {slot for each in match.offer.reduced.values() for slot in each.slots if is_optimizer_slot(slot)}
     saved, live = sorted(_slots(match.offer.inventory) | left_out), sorted(_slots(match.model))
     if saved == live or any(map(match.is_trained_alike, {name.table for name in match.model if name.is_slot})):
@@ -345,7 +345,7 @@ def _checked_optimizer(item: Planned, match: Match) -> Planned:
 
 
 def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], problems: Problems) -> None:
-    """The slots that ``where`` uses must be in the tables that are taken, with one number per row."""
+    """Check that the loaded tables have the slots that ``where`` uses, with one number per row."""
     for item in planned:
         if item.offer is None or not item.name.is_slot:
             continue
@@ -360,7 +360,7 @@ def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], 
 
 
 def _excuse(model: Inventory, offers: Sequence[LoadCandidate], items: Sequence[Planned], problems: Problems) -> None:
-    """Let a run resume without a bank that is gone, if its own checkpoint has all that was asked of it."""
+    """Let a run resume although its bank is gone, if its own checkpoint has all that the bank was to provide."""
     own = {number for number, offer in enumerate(offers) if offer.entry.is_own}
     for entry, error in list(problems.not_found):
         names = {name for name, thing in model.items() if entry.wants(name, is_schedule=thing.is_schedule)}

@@ -1,4 +1,4 @@
-"""Gathers what is wrong with a load, so that one error can say all of it, and what a user can do about it."""
+"""Collects the problems of a load, so that one error lists all problems and their remedies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from recckpt.load.conf import Entry
 from recckpt.load.inventory import PLAIN, Inventory, Thing
 from recckpt.text import first_few, nearest
 
-_ACTIONS = ("cast", "resize", "skip")  # the later one does what the ones before do not
+_ACTIONS = ("cast", "resize", "skip")  # in order of preference
 _SHOWN = 6
-_MOST_PAIRS = 1_000  # of names that are compared: an error is not to wait for more
+_MOST_PAIRS = 1_000  # pairs of names to compare at most, so that an error is not delayed
 _RESIZE_KEEPS = "'resize' keeps the values at equal positions, of a tensor its first rows"
 _RENAME = "'oname': {'NAME IN THE MODEL': 'NAME IN THE CHECKPOINT'}"
 
@@ -25,12 +25,12 @@ class Problems:
     """Problems by kind, and warnings.
 
     Attributes:
-        conf: with keys, values and names.
+        conf: problems with keys, values and names.
         missing: names of the model that a strict entry lacks.
         unexpected: names of a strict entry that the model lacks.
         mismatched: name -> (found, expected) of dtypes, shapes and numbers of shards.
-        misfits: labels of the entries that these are about.
-        not_found: entries whose checkpoint cannot be read, with the reason.
+        misfits: labels of the entries with names in ``mismatched``.
+        not_found: entries whose checkpoint cannot be read, with the reasons.
     """
 
     conf: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Problems:
     )  # by label: what to do with which name
 
     def refuse(self, entry: Entry, problem: str, *, of_names: bool = False) -> None:
-        """Add a problem; an entry may turn those with names into warnings."""
+        """Add a problem; an entry may turn problems with names into warnings."""
         _add(self.warnings if of_names and entry.ignore_error else self.conf, f"{entry.label}: {problem}")
 
     def warn(self, entry: Entry, text: str) -> None:
@@ -56,7 +56,8 @@ class Problems:
     def misfit(
         self, entry: Entry, name: str, found: object, expected: object, action: tuple[str, str] | None = None
     ) -> None:
-        """Add a name whose state does not fit; ``action`` is a remedy for (table or tensor, what to do)."""
+        """Add a name whose state does not fit; ``action`` is the remedy: (table or tensor, value for
+        ``on_mismatch``)."""
         self.mismatched[name] = (found, expected)
         self._mismatched_in[name] = entry.label
         _add(self.misfits, entry.label)
@@ -65,14 +66,14 @@ class Problems:
             actions[action[0]] = max(actions.get(*action), action[1], key=_ACTIONS.index)
 
     def lack(self, entries: Iterable[Entry], name: str, *, in_model: bool = False) -> None:
-        """Add a name of the model that entries must have and lack, or one of theirs that the model lacks."""
+        """Add a required name that ``entries`` lack or, with ``in_model``, a name in them that the model lacks."""
         (self.unexpected if in_model else self.missing).append(name)
         for entry in entries:
             _add(self.misfits, entry.label)
             self._renames[entry.label] = entry
 
     def raise_if_any(self, what: Sequence[str]) -> None:
-        """Raise one error with all problems; ``what`` does not fit.
+        """Raise one error with all problems; ``what`` names the things that do not fit.
 
         Raises:
             LoadConfError: there are problems with names and keys, or of several kinds.
@@ -139,7 +140,7 @@ def _addition(entry: Entry, keys: str) -> str:
 
 
 def _as_code(values: Mapping[str, str]) -> str:
-    """Return a dict as code; a single value if there are many and all are equal."""
+    """Return a dict as code; a single value if there are many entries and all values are equal."""
     items = [f"{key!r}: {value!r}" for key, value in values.items()]
     different = {*values.values()}
     if len(items) > _SHOWN and len(different) == 1:
@@ -155,7 +156,7 @@ def nearest_names(missing: Sequence[str], there: Sequence[str]) -> dict[str, str
 
 
 def fitting_action(name: Name, saved: Thing, live: Thing) -> tuple[str, str]:
-    """Return the table or tensor, and the action that keeps most of a state of another dtype or shape.
+    """Return the table or tensor, and the action that keeps the most of a state of another dtype or shape.
 
     A tensor whose later dimensions differ is skipped: after a concatenation, a layer would get weights of another
     input.

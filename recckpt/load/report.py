@@ -1,4 +1,4 @@
-"""A load on paper, before and after, for people and programs."""
+"""The plan of a load and its outcome, for people and programs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class Planned:
-    """Where one name of the model comes from, or why it stays as it is.
+    """The source of one name of the model, or the reason why its state stays.
 
     Attributes:
         name: in the model.
-        offer: number of the candidate that it is taken from, None if it stays.
-        source: name in that checkpoint.
-        thing: what is there; in a report, ``rows`` of a slot are the rows taken.
+        offer: index of the candidate that the name is loaded from; None if the state stays.
+        source: its name in that checkpoint.
+        thing: what the checkpoint has; in a report, ``rows`` of a slot is the number of rows loaded.
         conversion: such as ``cast float32 -> float16``; "" if unconverted.
-        reason: why it stays; "" if it is taken.
+        reason: why the state stays; "" if the name is loaded.
     """
 
     name: Name
@@ -58,14 +58,14 @@ class Planned:
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan:
-    """For every name of the model where it comes from, or why it keeps its initial value.
+    """The source of every name of the model, or the reason why the name keeps its initial value.
 
-    Prints as text, in which ``[0]`` is the first of the sources, and shows as a table in notebooks.
+    Prints as text, with ``[0]`` for the first of the sources. Notebooks show it as a table.
 
     Attributes:
-        items: one for each name.
+        items: one per name.
         sources: the checkpoints, as paths, in the order of the bank.
-        warnings: what was noticed and is not an error.
+        warnings: findings that are not errors.
     """
 
     items: tuple[Planned, ...]
@@ -85,7 +85,7 @@ class LoadPlan:
 
     @property
     def fresh_parameters(self) -> tuple[str, ...]:
-        """``optimizer: parameter`` of the registered optimizers that get no state for it."""
+        """``optimizer: parameter`` for each parameter without a loaded state in a registered optimizer."""
         names = (item.name.text.rpartition("@") for item in self.fresh if item.name.parameter)
         return tuple(f"{optimizer}: {parameter}" for parameter, _, optimizer in names)
 
@@ -139,7 +139,7 @@ class LoadPlan:
         return ": ".join(filter(None, [loaded, self._read()]))
 
     def log_summary(self) -> None:
-        """Log how much comes from where, and as warnings what starts from scratch."""
+        """Log how much comes from each source; log names that start from scratch as warnings."""
         for line in self._taken_lines():
             log.info("%s", line)
         for line in [*self._fresh_lines(), *self.warnings]:
@@ -209,14 +209,14 @@ class LoadPlan:
 
 @dataclass(frozen=True, repr=False)
 class LoadReport(LoadPlan):
-    """A plan and its outcome: rows and bytes of its items are those that this rank has taken.
+    """A plan and its outcome. Rows and bytes of its items are what this rank has loaded.
 
     Attributes:
-        rows_taken: table -> rows that were loaded, on this rank; dense tensors that a table filled are listed too.
+        rows_taken: table -> rows loaded on this rank; includes dense tensors that a table filled.
         rows_filtered: table -> rows that ``where`` left out.
         bytes_read: bytes of column values and whole files.
-        seconds: for all of it.
-        global_step: the step that was taken over, None if none was.
+        seconds: duration of the whole load.
+        global_step: the step that the load took over; None if it took over none.
     """
 
     rows_taken: Mapping[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A trained model, to be evaluated or served: filled once, or kept at the checkpoints of a run; writes nothing."""
+"""Loads a trained model to evaluate or serve it: once, or again for each checkpoint of a run. Writes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _THREADS = 4  # that read
 
 
 class Taken:
-    """The last load of a run that goes on. ``names`` are the names of the model that it loads. Not thread-safe."""
+    """The last load in a series. ``names`` are the names of the model that are loaded. Not thread-safe."""
 
     def __init__(self, names: Collection[Name], source: LocatedCheckpoint, live: LiveState) -> None:
         self._names, self._tracker = names, Tracker()
@@ -41,18 +41,18 @@ class Taken:
             self._tracker.begin(table, self.manifest.name)
 
     def is_in(self, live: LiveState) -> bool:
-        """Say whether the tables still have the rows as they were loaded. A False may be wrong, a True never is."""
+        """Return whether the tables still have the loaded rows. False may be wrong; True is always right."""
         tables = self._tables(live)
         return bool(tables) and all(self._tracker.is_unchanged(table, self.manifest.name) for table in tables or ())
 
     def since(self, newer: LocatedCheckpoint, live: LiveState) -> LocatedCheckpoint:
-        """Return what to read of a newer checkpoint: only new links, if the tables are still as they were loaded."""
+        """Return what to read of a newer checkpoint: only its new links, if the tables still have the loaded rows."""
         name = self.manifest.name
         stands_on_it = any(link.manifest.name == name for link in newer.checkpoint.links)
         return replace(newer, loaded_save_id=name) if stands_on_it and self.is_in(live) else newer
 
     def _tables(self, live: LiveState) -> list[HashTable] | None:
-        """Return the tables that are filled, None if one cannot go on from its last load."""
+        """Return the tables that are filled; None if one cannot continue from its last load."""
         names, tables = set(self._names), []
         for name in sorted({name.table for name in names if name.is_slot}):
             table = live.tables[name]
@@ -71,9 +71,9 @@ def load_into(
 ) -> LoadReport:
     """Load the tables and the dense state of a trained model, to evaluate or serve it; writes nothing.
 
-    Optimizers, registered objects and positions in the data, which only training needs, are neither loaded nor missed.
-    Call ``model.eval()`` to look up without making rows. Not collective: under ``torchrun`` each rank that calls it
-    loads the ids that its tables own. Not thread-safe: the model must not be in use meanwhile.
+    Optimizers, registered objects and positions in the data are neither loaded nor required, because only training
+    needs them. Call ``model.eval()`` to look up without making rows. Not collective: under ``torchrun`` each rank that
+    calls it loads the ids that its tables own. Not thread-safe: the model must not be in use meanwhile.
 
     Args:
         model: any module; it must have the same names as the checkpoint, unless ``load_conf`` says otherwise.
@@ -82,7 +82,7 @@ def load_into(
         load_conf: what to take, as in :meth:`recckpt.Saver.load`; None for all of the model.
 
     Returns:
-        What was taken from where; its ``global_step`` is that of the checkpoint.
+        What was loaded from which source; ``global_step`` is the step of the checkpoint.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -97,7 +97,7 @@ def load_into(
 
 
 def serving_entry(model: nn.Module, load_conf: Mapping[str, Any] | None) -> Entry:
-    """Return what to load into a model that is not trained; TypeError, LoadConfError for wrong arguments."""
+    """Return the entry for a model that is not trained; TypeError or LoadConfError for wrong arguments."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     entry = replace(parse_load_conf(load_conf), serves=True)
@@ -109,12 +109,12 @@ def serving_entry(model: nn.Module, load_conf: Mapping[str, Any] | None) -> Entr
 
 
 def place_of(path: str | os.PathLike[str] | OpenCheckpoint) -> str | OpenCheckpoint:
-    """Return an absolute path: the process may change its directory."""
+    """Return an absolute path, because the process may change its working directory."""
     return path if isinstance(path, OpenCheckpoint) else absolute(os.fspath(path))
 
 
 def serving_loader(model: nn.Module, place: str | OpenCheckpoint, *, is_whole: bool = False) -> Loader:
-    """Return what loads into a model that is not trained; ``is_whole`` if each load replaces all rows.
+    """Return the loader for a model that is not trained; ``is_whole`` if each load replaces all rows.
 
     A saver made later for this model must know which ids had not been forgotten yet when the rows were read.
     """
@@ -130,10 +130,10 @@ def serving_loader(model: nn.Module, place: str | OpenCheckpoint, *, is_whole: b
 class Standby:
     """Loads one checkpoint after another into a model, to evaluate or serve it, as :func:`recckpt.load_into` does.
 
-    If a checkpoint stands on the one loaded before, as deltas of one run do, tables read only the new links; otherwise,
-    and if rows have changed here since, all is read. If most bytes of the dense tensors are unchanged by their
-    checksums, only the others are read. Not collective. Not thread-safe: during a load, look-ups of other threads may
-    see rows of either checkpoint.
+    If a checkpoint is based on the previously loaded one, as deltas of one run are, only the new links are read for
+    the tables. All links are read otherwise, or if rows have changed here since the last load. If the checksums show
+    that most bytes of the dense tensors are unchanged, only the other tensors are read. Not collective. Not
+    thread-safe: during a load, look-ups of other threads may see rows of either checkpoint.
 
     Args:
         model: any module, as of :func:`recckpt.load_into`.
@@ -153,13 +153,14 @@ class Standby:
         return None if self._taken is None else self._taken.manifest.step
 
     def load(self, path: str | os.PathLike[str] | OpenCheckpoint) -> LoadReport | None:
-        """Bring the model to a checkpoint; return what was read, None if it is there already, with unchanged tables.
+        """Load a checkpoint into the model. Return what was read; None if the model, unchanged, already is at this
+        checkpoint.
 
         Args:
             path: as of :func:`recckpt.load_into`: an output dir for its newest, or what :func:`recckpt.follow` yields.
 
         Raises:
-            Exception: as :func:`recckpt.load_into`; after ``PartlyLoadedError`` the next load reads all.
+            Exception: as :func:`recckpt.load_into`; after a ``PartlyLoadedError`` the next load reads everything.
         """
         place = place_of(path)
         loader = serving_loader(self._model, place)

@@ -1,4 +1,4 @@
-"""Locates the checkpoints of a load, and replacements for damaged ones. Does not import torch."""
+"""Locates the checkpoints of a load, and replacements for damaged checkpoints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("recckpt")
 
 @runtime_checkable
 class OpenCheckpoint(Protocol):
-    """What has a checkpoint open, such as a :class:`recckpt.CheckpointReader`."""
+    """An object that has a checkpoint open, such as a :class:`recckpt.CheckpointReader`."""
 
     @property
     def chain(self) -> OpenChain:
@@ -67,7 +67,7 @@ def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:
     for entry in parse_bank(bank, problems.conf):
         if entry.path:
             try:
-                here = replace(entry, path=absolute(entry.path))  # it may be looked at again from elsewhere
+                here = replace(entry, path=absolute(entry.path))  # it may be located again in another working directory
                 sources.append(locate_given(here, here.path))
             except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
                 problems.not_found.append((entry, error))
@@ -82,7 +82,7 @@ def locate_asked(
     if direct_path:
         try:
             return open_checkpoint(str(ckpt_path))
-        except CheckpointNotFoundError as error:  # perhaps it is an id that ``save`` was given
+        except CheckpointNotFoundError as error:  # perhaps it is an id that was given to ``save``
             try:
                 is_id = list_checkpoints(own).find(str(ckpt_path)) is not None
             except OSError:
@@ -96,7 +96,7 @@ def locate_asked(
         return storage, locate_id(storage, ckpt_id)
     if ckpt_path is None:
         return own, newest(own)
-    try:  # an id of the own output dir goes before a path
+    try:  # an id of the own output dir takes precedence over a path
         return own, locate_id(own, str(ckpt_path))
     except (OSError, ValueError) as error:  # not an id, or not one of ours
         not_own = error
@@ -108,7 +108,7 @@ def locate_asked(
 
 @dataclass
 class KnownDamage:
-    """The damage that reading has met so far, by output dir and directory. Not thread-safe."""
+    """The damage found by reading so far, by output dir and directory. Not thread-safe."""
 
     _errors: dict[str, dict[str, CorruptCheckpointError]] = field(default_factory=dict)
 
@@ -116,14 +116,14 @@ class KnownDamage:
         self._errors.setdefault(storage.url, {})[directory] = error
 
     def whole(self, storage: Storage) -> Listing:
-        """Return the listing of an output dir without checkpoints that need anything damaged."""
+        """Return the listing of an output dir without checkpoints that need damaged files."""
         listing = list_checkpoints(storage)
         return replace(listing, committed=chained(listing.committed, self._errors.get(storage.url, {}))[0])
 
     def instead(self, bank: LocatedBank, error: CorruptCheckpointError) -> LocatedBank | None:
-        """Return a bank with replacements for checkpoints that an error may be about; None if there are none.
+        """Return a bank with replacements for the checkpoints that an error may be about; None without replacements.
 
-        The error names a directory, which several output dirs may have: what has the same name has the same rows.
+        The error names only a directory, and several output dirs may have a directory of this name.
         """
         others = [self.stand_in(source, error) for source in bank.sources]
         sources = [other or source for other, source in zip(others, bank.sources, strict=True)]

@@ -13,17 +13,17 @@ from recckpt.live.optimizer_slots import AKIN_LINEAGE, PREFIXES, are_own, key_of
 from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
 from recckpt.types import EMBEDDING
 
-_WITHOUT_SLOTS = "sparse_sgd"  # keeps nothing of a row
+_WITHOUT_SLOTS = "sparse_sgd"  # keeps no state per row
 _WEIGHT = ".weight"
 _STATE = re.compile(r".*\['state'\]\['(?P<key>[^']+)'\]\['(?:[^']*\.)?(?P<state>[^'.]+)'\]")
-_COLLECTIONS = ("embedding_bags", "embeddings")  # under which TorchRec's collections have their tables
+_COLLECTIONS = ("embedding_bags", "embeddings")  # attributes in which TorchRec's collections keep their tables
 
 
 def with_tensors_as_tables(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
-    """Return a candidate with tables in place of the dense tensors that are live tables in a model.
+    """Return a candidate in which dense tensors that are live tables in the model become tables.
 
-    They have the names of the tensors. Their slots are the state that a registered optimizer kept for the tensor, if
-    its class is that of the optimizer that trains the table.
+    These tables have the names of the tensors. Their slots are the tensor's state in a registered optimizer, if the
+    optimizer that trains the table has the same class.
     """
     there: dict[Name, Thing] = {}
     taken: set[str] = set()
@@ -53,7 +53,7 @@ def names_of_table(table: str, renamed: str, tied: Sequence[str]) -> tuple[str, 
 
 
 def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
-    """Return a candidate with dense tensors in place of the tables that are tensors of as many rows in a model.
+    """Return a candidate in which tables that are dense tensors of as many rows in the model become dense tensors.
 
     Their states and settings become those of the registered optimizers that train the tensors here.
     """
@@ -75,7 +75,8 @@ def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandid
 
 
 def tables_of_tensor(text: str) -> tuple[str, ...]:
-    """Return the names that a dense tensor may have as a table: its path, or for TorchRec the last part."""
+    """Return the names that a dense tensor may have as a table: its path or, for TorchRec, the last part of its
+    path."""
     path = text.removesuffix(_WEIGHT)
     above, _, last = path.rpartition(".")
     return (path, last) if above.rpartition(".")[2] in _COLLECTIONS else (path,)

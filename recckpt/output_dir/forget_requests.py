@@ -64,8 +64,7 @@ def tables_of(table: str) -> tuple[str, ...]:
 
 
 def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
-    """As :func:`tables_of`, without the second table if it does not have the slots of a table of counts in
-    ``record``."""
+    """As :func:`tables_of`, without the second table if ``record`` has it with other slots than a table of counts."""
     counts = record.table(f"{table}.candidates") if record else None
     return (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
 

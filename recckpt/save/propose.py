@@ -72,9 +72,7 @@ def propose(
         settle()
     if errors and (ranks.size == 1 or ranks.has_lost):
         raise errors[0][1]
-    digest = (
-        to.digests.begin() if ranks.size > 1 else None
-    )  # on all ranks: they agree on which saves digest large tensors
+    digest = to.digests.begin() if ranks.size > 1 else None  # on all ranks, in step
     proposal = Proposal(job.info.ckpt_id, job.info.step, live.choice, writes_deltas=changes is not None)
     parts = staged = None
     with kept(Phase.CHECK):

@@ -1,4 +1,4 @@
-"""How a save went: what it was, where its time went, why it failed; and its line in the timeline."""
+"""The course of a save: what was saved, the time of each phase, the error; and its line in the timeline."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from recckpt.storage import Storage
 from recckpt.storage.retry import is_transient
 from recckpt.text import one_line
 
-_LEFT_OUT = frozenset({"path", "words", "outcome"})  # of the line: its file lies beside the checkpoints
-_ERROR_LENGTH = 1000  # characters of an error that a line keeps
+_LEFT_OUT = frozenset({"path", "words", "outcome"})  # not in the timeline, which lies beside the checkpoints
+_ERROR_LENGTH = 1000  # characters of an error in a line
 log = logging.getLogger("recckpt")
-_END_SEC = 5.0  # for the line that a run has ended, which nothing depends on
-_MOST = 100  # lines that wait to be written; the oldest go
+_END_SEC = 5.0  # time limit for the line that a run has ended: nothing depends on it
+_MOST = 100  # kept lines; the oldest are dropped
 
 
 @dataclass(frozen=True)
 class OutcomeWords:
-    """What an error says of the outcome of its save.
+    """The sentences on the outcome of a save for its error messages.
 
     Attributes:
         failed: a rank failed.
@@ -53,32 +53,32 @@ class SaveInfo:
     Attributes:
         ckpt_id: name of the checkpoint.
         step: global step, None if the caller counts none.
-        ephemeral: whether only the newest of its kind is kept.
-        background: whether training went on meanwhile.
+        ephemeral: whether the checkpoint is kept only while it is the newest.
+        background: whether training continued during the save.
         kind: ``"full"``; ``"delta"``: the changes since another checkpoint; or ``"near"`` for a near save.
-        why_full: if the saver writes deltas, why this is not one.
-        n_links: checkpoints in the chain that a restore reads: 1 for a full one.
-        stage_sec: taking the state; training stands still.
-        write_sec: writing all files of the slowest shard.
-        agree_sec: waiting for the other ranks.
-        commit_sec: making the checkpoint visible and durable.
-        rotate_sec: index file and rotation.
-        n_bytes: of all files.
-        n_rows: of all tables, whether they were written or had not changed.
-        n_upserts: rows that were written.
-        n_deletes: ids that were written as deleted.
+        why_full: if the saver writes deltas, why this save is not a delta.
+        n_links: number of checkpoints in the chain that a restore reads; 1 for a full save.
+        stage_sec: time to take the state, while training waits.
+        write_sec: time to write all files of the slowest shard.
+        agree_sec: time spent waiting for the other ranks.
+        commit_sec: time to make the checkpoint visible and durable.
+        rotate_sec: time for the index file and rotation.
+        n_bytes: bytes of all files.
+        n_rows: rows of all tables, including unchanged rows that were not written.
+        n_upserts: number of rows written.
+        n_deletes: number of ids written as deleted.
         n_left_out: rows of the tables that ``Choose(where=...)`` leaves out.
-        largest_errors: slot that ``store`` makes narrower -> largest rounding error of a value in the checkpoint.
-        n_evicted: rows that policies of the tables have evicted since the tables were made, on all ranks.
-        kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
+        largest_errors: slot that ``store`` saves in a narrower dtype -> largest rounding error of a value.
+        n_evicted: rows evicted since the tables were made, on all ranks.
+        kept_rows: rows copied aside, on all ranks, because training changed them during the save.
         slowest_shard: rank whose shard took longest to write.
         max_stage_sec: ``stage_sec`` of the slowest rank.
-        max_rank_bytes: bytes of the rank that wrote most.
+        max_rank_bytes: bytes of the rank that wrote the most.
         path: path or URL of the checkpoint; empty until it is committed.
-        metrics: the numbers of its ``state``, once it is committed.
-        words: what its errors say of its outcome.
-        outcome: the one of these that is true if a rank turns out to be lost now; None before it writes.
-        error: why it failed, None if it has not. A committed save may fail all the same: it has a path then.
+        metrics: the numbers in ``state``, once the save is committed.
+        words: the sentences on the outcome for error messages.
+        outcome: the sentence that is true if a rank is lost now; None before this save writes.
+        error: why the save failed; None if it has not. A save can fail after its commit; then ``path`` is set.
     """
 
     ckpt_id: str
@@ -119,9 +119,9 @@ class SaveInfo:
         return SaveFailedError(self.ckpt_id, rank, cause, step=self.step, outcome=self.words.failed)
 
     def raising(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
-        """Internal: return the ranks with errors of this save: one that fails or is lost raises them.
+        """Internal: return the ranks, set up to raise errors of this save if a rank fails or is lost.
 
-        If a rank is lost, the error of an earlier save is raised instead, if ``before`` returns one.
+        If a rank is lost and ``before`` returns the error of an earlier save, that error is raised instead.
         """
 
         def lost(error: RankLostError) -> RecckptError:
@@ -136,7 +136,7 @@ class SaveInfo:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Internal: add the seconds of a block to a phase, such as ``stage``."""
+        """Internal: add the duration of the ``with`` block to a phase, such as ``stage``."""
         begin = clock.perf_counter()
         try:
             yield
@@ -145,7 +145,7 @@ class SaveInfo:
             setattr(self, name, getattr(self, name) + clock.perf_counter() - begin)
 
     def note_unblocked(self) -> None:
-        """Internal: note that the caller of ``save`` goes on now; only the first call counts."""
+        """Internal: note that the caller of ``save`` continues now; only the first call has an effect."""
         self._blocked_sec = self.blocked_sec
 
     @property
@@ -155,7 +155,8 @@ class SaveInfo:
 
     @property
     def max_blocked_sec(self) -> float:
-        """``blocked_sec`` of the rank that waited longest, once all have written; of a blocking save, its own."""
+        """``blocked_sec`` of the rank that waited longest, once all ranks have written; in a blocking save, of this
+        rank."""
         return max(self.blocked_sec, self._others_blocked_sec)
 
     def note(self, **values: Any) -> None:
@@ -164,7 +165,7 @@ class SaveInfo:
         vars(self).update(values)
 
     def note_failure(self, error: Exception) -> None:
-        """Internal: note why and when the save failed; a committed one keeps the time of its commit."""
+        """Internal: note why and when the save failed. A committed save keeps the time of its commit."""
         self.error, self.time = error, self.time or time_now()
 
     def note_committed(self, manifest: Manifest) -> None:
@@ -180,17 +181,17 @@ class SaveInfo:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the save was asked for."""
+        """Seconds since the save was requested."""
         return clock.perf_counter() - self._begin
 
     @property
     def error_text(self) -> str | None:
-        """Why it failed, in one line; None if it has not."""
+        """Why the save failed, in one line; None if it has not."""
         error = self.error
         return None if error is None else one_line(f"{type(error).__name__}: {error}")[:_ERROR_LENGTH]
 
     def to_json(self, more: Mapping[str, Any] = {}) -> str:
-        """Internal: return one line for the timeline, with more fields; only failed saves have ``error``."""
+        """Internal: return one line for the timeline, with the fields of ``more``; only failed saves have ``error``."""
         values = {
             name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _LEFT_OUT
         }
@@ -207,9 +208,9 @@ class SaveInfo:
 
 
 class Timeline:
-    """The lines of one saver; those that could not be written wait for the next.
+    """The lines of one saver's timeline, one per save. A line that cannot be written is kept for the next write.
 
-    One thread at a time adds. :meth:`keep` may be called from any thread, for example for a failed near save.
+    Only one thread at a time may add lines, except by :meth:`keep`, for example for a failed near save.
     """
 
     def __init__(self) -> None:
@@ -218,7 +219,7 @@ class Timeline:
         self._changing = Lock()
 
     def bring_along(self, more: Callable[[int | None], Mapping[str, Any]]) -> None:
-        """Have further fields in the line of each checkpoint, by its step."""
+        """Add the fields that ``more`` returns for a step to the line of each checkpoint."""
         self._more.append(more)
 
     def add(self, storage: Storage, info: SaveInfo) -> None:
@@ -231,14 +232,14 @@ class Timeline:
         self._write(storage)
 
     def keep(self, info: SaveInfo, more: Mapping[str, Any] = {}) -> None:
-        """Keep a line, which is written with the next one."""
+        """Keep a line, to be written with the next line."""
         with self._changing:
             self._waiting = [*self._waiting, info.to_json(more)][-_MOST:]
 
     def add_failure(self, storage: Storage, fence: Fence, info: SaveInfo) -> None:
         """Write the line of a failed save, if this process holds the output dir; raises nothing.
 
-        After an error of the network the line waits: writing could take minutes before training learns of the error.
+        After a network error the line is only kept, because writing it could delay the error by minutes.
         """
         if isinstance(info.error, WriterFencedError):
             return
@@ -247,7 +248,7 @@ class Timeline:
             self._write_if_owned(storage, fence)
 
     def add_end(self, storage: Storage, fence: Fence, step: int) -> None:
-        """Write that training has ended well after so many steps, if this process holds the output dir."""
+        """Write a line that training ended successfully at this step, if this process holds the output dir."""
         with self._changing:
             line = {"ckpt_id": None, "kind": ENDED, "step": step, "time": time_now()}
             self._waiting.append(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""Takes the state that a save writes. Checks all of it, so that nothing is written of a state that cannot be saved."""
+"""Takes the state that a save writes. All of it is checked first, so a state that cannot be saved writes nothing."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Staged:
     sharded: ShardedState = field(default_factory=ShardedState)  # this rank's shards of sharded tensors
     own_extra: dict[str, Any] = field(default_factory=dict)  # registered name -> state of this rank
     digest: RankDigest | None = None  # compared with those of other ranks; None if there are none
-    frozen: dict[str, FrozenRows] = field(default_factory=dict)  # table -> its marks, if its changes are counted
-    kind: Kind = FULL  # whether it is written as a delta
-    choices: dict[str, TableChoice] = field(default_factory=dict)  # table -> what is saved of it, if that is not all
+    frozen: dict[str, FrozenRows] = field(default_factory=dict)  # table -> marks of its changed rows
+    kind: Kind = FULL  # full save or delta
+    choices: dict[str, TableChoice] = field(default_factory=dict)  # table not saved whole -> its choice
     training: Training = field(default_factory=Training)  # the optimizers, and what is trained but not saved
     n_evicted: int = 0  # rows that our tables have evicted so far
     evicted_to: dict[str, int | None] = field(default_factory=dict)  # table of ours -> step up to which it has evicted
-    clock: dict[str, ClockDates | None] = field(default_factory=dict)  # likewise -> when the clock has dated rows
+    clock: dict[str, ClockDates | None] = field(default_factory=dict)  # table of ours -> when the clock has dated rows
     live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables and their snapshots
     layouts: dict[str, LiveLayout] = field(default_factory=dict)  # live table -> its layout
     # Function that joins rows split over ranks -> the sources it joins.
@@ -68,11 +68,11 @@ class Staged:
     def take_tables(
         self, tables: Mapping[str, SavableTable], freeze: Freeze | None, choice: Choice, *, detached: bool
     ) -> None:
-        """Take the rows as they are now; with ``freeze`` also which rows of our tables have changed."""
+        """Take the rows as they are now; with ``freeze``, also take the marks of changed rows in our tables."""
         for table in tables.values():
             if isinstance(table, AttachedTable):
                 table.prepare()
-            with table.store.lock if is_stored(table) else nullcontext():  # slots and rows of one moment
+            with table.store.lock if is_stored(table) else nullcontext():  # slots and rows of the same moment
                 chosen = None
                 if not choice.is_everything:
                     chosen = choice.of_table(table).of(table.name, slots_of_table(table))
@@ -101,16 +101,16 @@ class Staged:
         self.tables[-1] = table.source(rows)
 
     def check_live(self) -> None:
-        """Check that all that was read of live tables is what was staged.
+        """Check that the rows read from live tables are the staged rows.
 
-        Raises LiveTableError if something has written to them meanwhile without announcing it.
+        Raises LiveTableError if some code has changed a live table since staging without announcing the change.
         """
         for table, snapshot in self.live:
             table.look()
             snapshot.check()
 
     def written_as(self, kind: Kind) -> Staged:
-        """Return what is to be written; a delta keeps only changed rows, and releases the others."""
+        """Return the state to write. For a delta, keep only changed rows, and release the other rows."""
         sources = [self._source(table, kind) for table in self.tables]
         chosen = [(source, self.choices.get(source.name)) for source in sources]
         joins = defaultdict[Callable[[Sequence[Any], Meetings], None], list[RowsInParts]](list)
@@ -130,7 +130,7 @@ class Staged:
         frozen, chosen = self.frozen[table.name], self.choices.get(table.name)
         if isinstance(table, RowsInParts):
             return table.since(partial(frozen.changed_since, kind.base))
-        is_filtered = chosen is not None and chosen.where is not None  # then it counts all rows first
+        is_filtered = chosen is not None and chosen.where is not None  # then all rows are counted first
         return frozen.delta(kind.base, narrows=not is_filtered)
 
     def release(self) -> None:
@@ -160,15 +160,15 @@ def stage(
     digest: RankDigest | None,
     freeze: Freeze | None,
 ) -> Staged:
-    """Take the state of a model and its companions as it is now; our tables as snapshots, which stay as they change.
+    """Take the state of a model, its optimizers and registered objects. Our tables are taken as snapshots, which do
+    not change.
 
-    Dense tensors are copied to ``buffers``; None if nothing changes before all is written. What is the same on all
-    ranks that stage together is checked by each, taken by rank 0, and compared by ``digest``, None if there is one
-    rank. ``freeze`` takes tables of ours with their changes; None to save them whole. ``state`` is for readers without
-    torch.
+    Dense tensors are copied to ``buffers``; None if nothing changes before all is written. Each rank checks the state
+    that all ranks share; rank 0 takes it, and ``digest`` compares it (None if there is one rank). ``freeze`` takes our
+    tables with their marks of changed rows; None saves whole tables. ``state`` is for readers without torch.
 
     Raises:
-        ValueError, TypeError: something could not be loaded back safely.
+        ValueError, TypeError: some state could not be loaded back safely.
         StateMismatchError: a foreign table does not fit the protocol, or has an id twice.
     """
     optim = row_optimizers(live.sparse_optim, live.live_tables)
@@ -193,7 +193,7 @@ def stage(
             rng=dump_rng(),
             state=values,
             own_extra=own_extra,
-            sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
+            sharded=sharded.staged(copy),  # after all objects that may hold sharded tensors
             digest=digest,
             training=Training(classes, unsaved),
             n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, HashTable)),

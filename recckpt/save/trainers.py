@@ -1,4 +1,4 @@
-"""What trains a model and would be missing from a checkpoint."""
+"""Finds optimizers and schedulers that train a model but would be missing from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from recckpt.sparse.table.table import HashTable
 from recckpt.text import first_few, plural
 from recckpt.types import SavableTable
 
-_Mark = tuple[Any, int]  # which value, and how often it was written
+_Mark = tuple[Any, int]  # (identity of the value, number of writes)
 _FEW = 3  # states of this many parameters stand for all states of an optimizer
-_A_COPY = 1  # writes of a parameter by which weights come from elsewhere
+_A_COPY = 1  # writes of a parameter when weights are copied into it
 log = logging.getLogger("recckpt")
 _MANY_PASSES = 2  # unused gradients of one backward pass are no sign of a missing optimizer: a user may step by hand
 _NAMED = 3  # parameters in a message
@@ -63,15 +63,15 @@ _savers = weakref.WeakValueDictionary[int, "Trainers"]()  # of this process, by 
 
 
 class Steps:
-    """Which parameters have trained, and which optimizers have not stepped, from one look to the next.
+    """Which parameters were trained, and which optimizers have not stepped, between two calls of :meth:`look`.
 
-    A parameter has trained if it was written several times between two looks, or once and has a gradient: a single
-    write may be a copy of weights from elsewhere, and gradients alone may come to nothing. Writes that torch does not
-    count go unseen: by fused kernels, or through ``parameter.data``.
+    A parameter counts as trained if, between two calls, it was written several times, or once while it has a gradient.
+    A single write without a gradient may be a copy of weights, and a gradient without a write may never be used. Writes
+    that torch does not count, by fused kernels or through ``parameter.data``, are not seen.
 
     Attributes:
-        trained: names of the parameters that train.
-        resting: names of the optimizers that have not stepped while others trained their parameters.
+        trained: names of the trained parameters.
+        resting: names of the optimizers that have not stepped while their parameters were trained by something else.
         scheduled: names of the optimizers whose learning rate a scheduler sets.
     """
 
@@ -100,13 +100,13 @@ class Steps:
 
 
 def values_of(*optimizers: Optimizer) -> set[int]:
-    """Return the ids of the parameters that have values; an empty one only marks a module."""
+    """Return the ids of the parameters that have values; an empty parameter only marks a module."""
     groups = (group for optimizer in optimizers for group in groups_of(optimizer))
     return {id(parameter) for group in groups for parameter in group["params"] if has_values(parameter)}
 
 
 def _rests(optimizer: Optimizer, before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Say whether an optimizer has not stepped, as far as its state shows: some keep none."""
+    """Return whether an optimizer's state shows that it has not stepped; False for optimizers without state."""
     inner = updater(optimizer)
     is_plain = isinstance(inner, SGD) and not any(group.get("momentum") for group in groups_of(inner))
     keeps_state = bool(now) or (type(inner).__module__.startswith("torch.optim.") and not is_plain)
@@ -114,7 +114,8 @@ def _rests(optimizer: Optimizer, before: Sequence[Any], now: Sequence[Any]) -> b
 
 
 def _is_scheduled(optimizer: Optimizer, *, has_moved: bool) -> bool:
-    """Say whether a scheduler is there: torch's wraps ``step``; others mark a group, but so does a load."""
+    """Return whether a scheduler sets the rates: torch's wrap ``step``; others note ``initial_lr`` and change
+    ``lr``."""
     if any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in layers(optimizer)):
         return True
     return has_moved and any("initial_lr" in group for group in groups_of(optimizer))
@@ -123,7 +124,7 @@ def _is_scheduled(optimizer: Optimizer, *, has_moved: bool) -> bool:
 def _seen(
     parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]
 ) -> tuple[dict[str, _Mark], dict[str, list[_Mark]], dict[str, list[_Mark]]]:
-    """Return marks of parameters, optimizer states and learning rates, by name; they change when values do."""
+    """Return marks of parameters, optimizer states and learning rates, by name; a mark changes with its value."""
     states, rates = dict[str, list[_Mark]](), dict[str, list[_Mark]]()
     for name, one in optimizers.items():
         few = islice(getattr(updater(one), "state", {}).values(), _FEW)
@@ -139,10 +140,10 @@ def _mark(value: Any) -> tuple[Any, int]:
 
 
 class Trainers:
-    """What trains the model of a saver. Warns once for each parameter and table whose trainer is not saved.
+    """Finds the optimizers that train a saver's model. Warns once per parameter or table whose optimizer is not saved.
 
-    No warning if another saver of this process saves the trainer, or this one leaves out optimizer slots on purpose.
-    The model's parameters and tables, and registered objects, are looked up anew at each save.
+    There is no warning if another saver of this process saves the optimizer, or if this saver leaves out optimizer
+    slots on purpose. Parameters, tables and registered objects are looked up again at each save.
     """
 
     def __init__(
@@ -161,11 +162,11 @@ class Trainers:
         _savers[id(self)] = self
 
     def look_anew(self) -> None:
-        """Count what trains from here on, for example after a load, which changes parameters too."""
+        """Start counting again, for example after a load, because a load also writes parameters."""
         self._steps = Steps(self._parameters(), self._optimizers())
 
     def unsaved(self, tables: Mapping[str, SavableTable], extras: Mapping[str, Any], *, is_logged: bool) -> Unsaved:
-        """Return what is missing from a save with these states of registered objects; log it if ``is_logged``."""
+        """Return what a save with these states of registered objects lacks; log it if ``is_logged``."""
         if self._is_for_serving:
             return Unsaved()
         parameters, optimizers = self._parameters(), self._optimizers()
@@ -182,12 +183,12 @@ class Trainers:
             for name, number in strange.items():
                 self._warn(("strange", name), _STRANGE.format(name, plural(number, "parameter")))
             self._warn_of_tables(trained, piled)
-        else:  # each rank has the states of TorchRec's tables of its own
+        else:  # each rank has its own states of TorchRec's tables
             self._warn_of_dense(keys, ())
         return Unsaved(tuple(names), tuple(resting), trained, piled, scheduled, tuple(strange))
 
     def check_restore(self, *, is_logged: bool) -> None:
-        """Warn of tables before a restore; what trains dense parameters shows only at a save."""
+        """Warn of tables before a restore. Optimizers of dense parameters can only be checked at a save."""
         if is_logged and not self._is_for_serving:
             self._warn_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
 
@@ -199,17 +200,17 @@ class Trainers:
         return {name: obj for name, obj in self._extra.objects.items() if isinstance(obj, Optimizer)}
 
     def _optimizers(self) -> dict[str, Optimizer]:
-        """Return by name the optimizers whose steps are watched; not TorchRec's, which have another form."""
+        """Return the optimizers whose steps are watched, by name; without TorchRec's, which have another form."""
         listed = {f"optimizers[{i}] of live_tables": one for i, one in enumerate(self._live_tables.optimizers)}
         sparse = {SPARSE_OPTIM: self._sparse_optim} if self._sparse_optim is not None else {}
         named = {**listed, **self._registered(), **sparse}
-        names = {id(updater(one)): name for name, one in named.items()}  # a registered one goes by its own
+        names = {id(updater(one)): name for name, one in named.items()}  # registered optimizers keep their own names
         return {name: named[name] for name in names.values() if not is_keyed(named[name])}
 
     def _names_left(
         self, parameters: Mapping[str, Tensor], extras: Mapping[str, Any], known: Sequence[Optimizer]
     ) -> list[str]:
-        """Return the parameters that train while neither a registered object nor a table has their optimizer state."""
+        """Return the trained parameters whose optimizer state is in neither a registered object nor a table."""
         in_hand = values_of(*known) | {id(weight) for weight in self._live_tables.weights_with_states()}
         left = [name for name, one in parameters.items() if name in self._steps.trained and id(one) not in in_hand]
         if not left:
@@ -220,7 +221,7 @@ class Trainers:
         return left if len({id(parameters[name]) for name in left}) > sum(map(_n_optimized, others)) else []
 
     def _keys_left(self, known: Sequence[Any]) -> list[str]:
-        """Return the parameters whose state in an optimizer of TorchRec is not saved."""
+        """Return the parameters whose state in a TorchRec optimizer is not saved."""
         saved = {key for one in known if is_keyed(one) for key in one.params}
         in_hand = values_of(*known)
         return [
@@ -312,6 +313,6 @@ def _mappings_in(state: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def _n_optimized(state: Any) -> int:
-    """Return how many parameters the optimizer states within a state cover: an object may save an optimizer."""
+    """Return the number of parameters in optimizer states within ``state``, because an object may save an optimizer."""
     lists = (groups for each in _mappings_in(state) if isinstance(groups := each.get("param_groups"), list))
     return sum(len(group.get("params", ())) for groups in lists for group in groups if isinstance(group, Mapping))

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class NamesAndSlots:
-    """The names and the slots of the tables of a rank; most ranks have the same."""
+    """The names and slots of a rank's tables; usually the same on all ranks."""
 
     names: tuple[str, ...]
     kinds: tuple[Slots, ...]  # all distinct ones
@@ -49,15 +49,15 @@ class NamesAndSlots:
 
 @dataclass(frozen=True, eq=False)
 class WrittenTables:
-    """The tables that one rank wrote, in columns: rank 0 gets those of all ranks and adds them up.
+    """The tables that one rank wrote, by columns. Rank 0 receives one such record per rank, and adds them up.
 
     Attributes:
-        heads: their names and slots.
-        counts: rows of each table; in a delta also upserts and deletes. Shape (1 or 3, tables).
-        reduced: by name, what was left out of tables that were not saved whole.
-        evicted_to: by name, the step up to which rows were evicted, if eviction goes by steps.
-        clock: by name, when the clock has dated rows, if it has.
-        live: by name, the layout of a live table, the same on all ranks.
+        heads: names and slots of the tables.
+        counts: number of rows per table; in a delta also upserts and deletes. Shape (1 or 3, tables).
+        reduced: table -> what was left out; only tables that were not saved whole.
+        evicted_to: table -> step up to which rows were evicted; only tables that evict by step.
+        clock: table -> when the clock has dated rows; only tables where it has.
+        live: live table -> its layout, the same on all ranks.
     """
 
     heads: NamesAndSlots
@@ -91,7 +91,7 @@ def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> 
 
     def entry(name: str, n_rows: int, *changed: int) -> TableEntry:
         steps = evicted_to.get(name, [])
-        is_even = len(steps) == n_ranks[places[name]] and len(set(steps)) == 1  # else slices that are trained apart
+        is_even = len(steps) == n_ranks[places[name]] and len(set(steps)) == 1  # else each slice has its own step
         return TableEntry(
             name,
             n_rows,
@@ -130,7 +130,7 @@ def _by_name(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, list[_T]]:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank wrote, and its times; ``blocked_sec`` of a blocking save ends when the rank has written."""
+    """What one rank wrote, and how long it took. In a blocking save, ``blocked_sec`` ends when the rank has written."""
 
     shard: ShardRecord
     tables: WrittenTables
@@ -144,7 +144,7 @@ class RankRecord:
 def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: Progress) -> RankRecord:
     """Write the files of this rank into the directory of an attempt: dense beside sparse, the catalog last.
 
-    Raises WriterFencedError if another writer has taken over, which may have removed what was written.
+    Raises WriterFencedError if another writer has taken over: that writer may have removed these files.
     """
     rank, begin = job.ranks.rank, time.perf_counter()
     check_owner = partial(check_epoch, to.storage, intent.epoch)
@@ -169,10 +169,10 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: P
             run_all(lambda piece: piece(), pieces, to.concurrency)
             record, tables = shard.record(), _written_tables(staged, shard.catalog)
             staged.check_live()
-            staged.release()  # what follows may take long, and training copies aside what it changes until then
+            staged.release()  # before slow work: until this call, training has to copy the rows it changes
             outbox.publish(to.concurrency)
     except OSError as error:
-        if not is_transient(error):  # or the network, which has failed for minutes, would be asked once more
+        if not is_transient(error):  # the network has failed for minutes: do not try it again
             check_owner()
         raise
     seconds = job.info.stage_sec, job.info.blocked_sec, time.perf_counter() - begin
