@@ -1,1 +1,1 @@
-"""The two doors to the disk: how a checkpoint is opened, and how one is written (no torch here)."""
+"""Opens and writes checkpoints: all access to their files goes through here (no torch here)."""

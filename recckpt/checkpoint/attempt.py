@@ -1,4 +1,4 @@
-"""An attempt at a checkpoint, from an empty directory to a commit or an offer. All commits go through here."""
+"""An attempt to write a checkpoint, from an empty directory to a commit or an offer. All commits go through here."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ class ShardRecord:
 
 
 class ShardWriter:
-    """Writes the files of one shard; they do not count before :meth:`record` has written its catalog.
+    """Writes the files of one shard. They become part of the checkpoint only when :meth:`record` has written the
+    catalog.
 
-    ``files`` creates files that are transferred to the storage later. With None they are created in the storage, and
-    the catalog is read back.
+    ``files`` creates files that are transferred to the storage later. With None, files are created in the storage
+    itself, and the catalog is read back.
     """
 
     def __init__(self, storage: Storage, intent: Intent, number: int, count: int, files: NewFiles | None) -> None:
@@ -77,7 +78,7 @@ class ShardWriter:
         least_bytes: int = BATCH_BYTES,
         buckets: tuple[int, int] = (0, N_BUCKETS),
     ) -> None:
-        """Write the rows of tables in buckets [begin, end), several parts at once; deleted ids come behind rows.
+        """Write the rows of tables in buckets [begin, end), several parts in parallel; deleted ids come after the rows.
 
         ``advance`` is called with the bytes of each written batch, from several threads.
         """
@@ -100,11 +101,11 @@ class ShardWriter:
         self.add(run_all(write, plans, threads))
 
     def add(self, parts: Iterable[Part | None]) -> None:
-        """Add parts that lie in the directory, in the order of the catalog; None stands for a part without rows."""
+        """Add parts that are in the directory already, in the order of the catalog; None is a part without rows."""
         self._parts += [part for part in parts if part is not None]
 
     def tensors(self, state: Mapping[str, Any] | None, chunks: Sequence[OwnChunk] = ()) -> None:
-        """Write the state of the model (None if another shard has it), and this shard's own chunks."""
+        """Write the state of the model (None if another shard writes it), and this shard's own chunks."""
         from recckpt.dense.saver import save_tensors  # torch, which rows do without
 
         to, directory, save_id = self._to, self.directory, self._save_id
@@ -142,7 +143,7 @@ def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A directory that no other attempt has written to; ``seq`` is the number of the commit, 0 for an offer."""
+    """An attempt with its own directory; ``seq`` is the sequence number of the commit, 0 for an offer."""
 
     storage: Storage
     intent: Intent
@@ -159,7 +160,7 @@ class Attempt:
         overwrite: bool = False,
         base: str | None = None,
     ) -> Attempt:
-        """Begin what is to be committed; errors as of :func:`recckpt.output_dir.commit.begin`."""
+        """Begin an attempt that will be committed; errors as of :func:`recckpt.output_dir.commit.begin`."""
         intent, seq = begin(storage, fence, ckpt_id, step=step, overwrite=overwrite, base=base)
         return cls(storage, intent, seq)
 
@@ -188,11 +189,11 @@ class Attempt:
         return entry
 
     def commit(self, fence: Fence, record: Manifest, visible: RetryPolicy = VISIBLE) -> Manifest:
-        """Commit what was written; errors as of :func:`recckpt.output_dir.commit.commit`."""
+        """Commit the written files; errors as of :func:`recckpt.output_dir.commit.commit`."""
         return commit(self.storage, fence, self.directory, record, visible)
 
     def offer(self, of: Checkpoint, content: Content) -> None:
-        """Offer what was written, durable by now, in place of a delta: a whole manifest except its number."""
+        """Offer the written, durable files to replace a delta. The offer is a manifest without its sequence number."""
         path, delta = layout.join(self.directory, layout.OFFER_JSON), of.manifest
         record = Manifest(
             ckpt_id=delta.ckpt_id,
@@ -201,24 +202,24 @@ class Attempt:
             seq=self.seq,
             cut=delta.cut,
             step=delta.step,
-            time=delta.time,  # by which a policy says how old the checkpoint is
+            time=delta.time,  # policies derive the age of the checkpoint from it
             supersedes=Supersedes(delta.save_id, delta.xxh3, of.directory, *delta.place, "same", "compacted"),
             **content.content,
         )
         data = manifests.encode(record)
-        manifests.decode(data, path)  # never offer what no owner would read
+        manifests.decode(data, path)  # never offer a manifest that an owner could not read
         self.storage.put_if_absent(path, data)
 
     @contextmanager
     def abandoned_on_error(self, is_idle: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
-        """Remove what was written if the block fails, unless a new owner, or readers, may need it.
+        """Remove the written files if the ``with`` block fails, unless a new owner or readers may need them.
 
-        ``is_idle`` says whether, after an error, no other rank is still writing there.
+        ``is_idle`` returns whether, after an error, no other rank is still writing to the directory.
         """
         try:
             yield
         except (WriterFencedError, CommitNotDurableError):
-            raise  # the directory is the new owner's to judge, or holds a checkpoint
+            raise  # the new owner decides about the directory, or it has a checkpoint
         except BaseException as error:
             if is_idle(error):
                 rotation.abandon(self.storage, self.directory)
@@ -233,16 +234,16 @@ def _intent_of_offer(of: Manifest, epoch: int) -> Intent:
 def commit_new(
     storage: Storage, ckpt_id: str, step: int | None, write: Callable[[Attempt], Content]
 ) -> tuple[str, Manifest]:
-    """Have ``write`` write the files of a checkpoint, and commit it; return its directory and its manifest.
+    """Call ``write`` to write the files of a checkpoint, and commit it; return its directory and its manifest.
 
     Raises:
-        ValueError: the output dir is the directory of a checkpoint.
+        ValueError: ``storage`` is the directory of a checkpoint, not an output dir.
         CheckpointExistsError: the id is committed there already.
-        RecckptError: it is a mirror, or a request to forget ids is pending there.
+        RecckptError: the output dir is a mirror, or a request to forget ids is pending there.
         WriterFencedError: another writer took the output dir over.
         OSError: the storage failed; nothing is committed.
-        CommitNotDurableError: the manifest is there, or may yet be, so all files stay.
-        Exception: from ``write``; what it wrote is removed.
+        CommitNotDurableError: the manifest exists or may still appear, so all files stay.
+        Exception: raised by ``write``; its files are removed.
     """
     refuse_mirror(storage)
     storage.prepare()

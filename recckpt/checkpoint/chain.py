@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading, with its parents; every reader opens one here. Imports torch for states only."""
+"""Opens a checkpoint and its parents, for all readers. Imports torch only for states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Buckets = Mapping[str, Sequence[tuple[int, int]]]  # table -> ranges [begin, end
 
 
 class OpenLink:
-    """A checkpoint without its parents, and its files; reads catalogs and indexes tables on first use."""
+    """One checkpoint of a chain, without its parents, and its files. Reads catalogs and indexes tables on first use."""
 
     def __init__(self, checkpoint: Checkpoint, files: OpenFiles, catalogs: Sequence[Catalog] | None = None) -> None:
         self.checkpoint, self.files = checkpoint, files
@@ -41,7 +41,7 @@ class OpenLink:
 
     @classmethod
     def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenLink:
-        """Return one of ``n_links`` links that are read together; its files are opened when they are read."""
+        """Return one of ``n_links`` links that are read together; each file is opened when it is read."""
         return cls(checkpoint, files_of(storage, checkpoint, n_links))
 
     @cached_property
@@ -51,8 +51,8 @@ class OpenLink:
     def catalogs_of(self, numbers: Collection[int]) -> list[Catalog]:
         """Return the catalogs of some shards, each read once.
 
-        Raises CorruptCheckpointError if one is damaged or differs from the manifest, or if, once all are read, their
-        rows or deletes do not add up to the manifest's.
+        Raises CorruptCheckpointError if a catalog is damaged or differs from the manifest, or if, once all are read,
+        the sum of their rows or deletes differs from the manifest.
         """
         new = [number for number in numbers if number not in self._by_shard]
         for number in new:
@@ -63,9 +63,11 @@ class OpenLink:
         return [self._by_shard[number] for number in numbers]
 
     def reader(self, table: str, slots: Sequence[str], ids: IdSet | None = None) -> TableReader:
-        """Return the reader of a table in this link alone; with ids, only of shards that may have any of them.
+        """Return the reader of a table in this link only; with ids, the reader covers only shards that may have some
+        of the ids.
 
-        Raises CorruptCheckpointError if a catalog is damaged, or the table is missing though newer links stand on it.
+        Raises CorruptCheckpointError if a catalog is damaged, or if the table is missing although newer links need
+        it.
         """
         from recckpt.sparse.files.table_reader import TableReader
 
@@ -87,10 +89,10 @@ class OpenLink:
             return self.indexes[name]
 
     def open_parts(self, tables: Collection[str], slices: Collection[Slice | None]) -> Mapping[int, Sequence[Part]]:
-        """Open the files that may have rows or deletes of tables in some slices.
+        """Open the files that may have rows or deletes of these tables in these slices.
 
-        Reads only the catalogs of the shards that meet the slices. Returns all parts of these shards, by shard: ranks
-        that share batches must see the same parts.
+        Reads only the catalogs of shards that overlap with the slices. Returns all parts of these shards, by shard,
+        because ranks that share batches must see the same parts.
         """
         self.files.keep_open(file.name for file in self.catalog_files(slices))
         catalogs = self.catalogs_of(met_shards(self.manifest, slices))
@@ -110,14 +112,14 @@ def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> Open
 
 
 class OpenChain:
-    """The links of a checkpoint and its other files. Every byte read through it is checked.
+    """The links of a checkpoint, and its other files. Every byte read through this object is checked.
 
-    A file that is not kept open is opened when it is read; by that time it may be gone. If the storage has maps, files
-    that are kept open stay readable after their writer removes them.
+    A file that is not kept open is opened when it is read, and may be gone by then. If the storage supports memory
+    maps, files that are kept open stay readable after their writer removes them.
 
     Attributes:
-        links: what its rows are read from, newest first.
-        files: its own files without rows.
+        links: the links from which rows are read, newest first.
+        files: the checkpoint's own files other than rows.
     """
 
     def __init__(self, storage: Storage, checkpoint: Checkpoint, links: Sequence[OpenLink], files: OpenFiles) -> None:
@@ -128,7 +130,7 @@ class OpenChain:
 
     @classmethod
     def of(cls, storage: Storage, checkpoint: Checkpoint, before: OpenChain | None = None) -> OpenChain:
-        """Return a chain that shares links with ``before``; files of other links are opened when they are read."""
+        """Return a chain that shares open links with ``before``; files of other links are opened when they are read."""
         known = {(link.directory, link.manifest.save_id): link for link in (before.links if before is not None else ())}
         n_links = len(checkpoint.links)
         links = [
@@ -139,13 +141,13 @@ class OpenChain:
 
     @classmethod
     def open(cls, storage: Storage, checkpoint: Checkpoint, before: OpenChain | None = None) -> OpenChain:
-        """Open all files, sharing links with ``before``, and index the tables that ``before`` has indexed.
+        """Open all files, sharing open links with ``before``; index the tables that ``before`` has indexed.
 
         Raises CheckpointRemovedError, or CorruptCheckpointError if a file is missing or an indexed table is damaged.
         """
         chain = cls.of(storage, checkpoint, before).open_all()
         links = before.links if before is not None else ()
-        for table in sorted({table for link in links for table in list(link.indexes)}):  # other threads add to them
+        for table in sorted({table for link in links for table in list(link.indexes)}):  # threads add to indexes
             if chain.manifest.table(table) is not None:
                 list(chain._indexes(table))
         return chain
@@ -161,12 +163,12 @@ class OpenChain:
         return self
 
     def close(self) -> None:
-        """Close all files; a map lives until the last view of it is released."""
+        """Close all files; a memory map lives until its last view is released."""
         for files in (self.files, *(link.files for link in self.links)):
             files.close()
 
     def twin(self) -> OpenChain:
-        """Return a second chain on the same open files; closing one leaves the other open."""
+        """Return a second chain on the same open files; closing one chain leaves the other open."""
         links = [OpenLink(link.checkpoint, link.files.twin()) for link in self.links]
         return OpenChain(self.storage, self.checkpoint, links, self.files.twin())
 
@@ -174,10 +176,11 @@ class OpenChain:
         return OpenChain(self.storage, self.checkpoint, self.links[:count], self.files)
 
     def table(self, name: str, slots: Sequence[str], ids: Int64s | None = None) -> ChainTable:
-        """Return the reader of a table, whose rows are merged from the links down to one that holds all of it.
+        """Return the reader of a table. Its rows are merged from the newest link down to a link that has the whole
+        table.
 
-        Only shards that may have any of ``ids`` (sorted, unique) are opened, if given. Raises CorruptCheckpointError if
-        a catalog is damaged, or a link lacks the table or has it with other slots.
+        With ``ids`` (sorted, unique), only shards that may have some of the ids are opened. Raises
+        CorruptCheckpointError if a catalog is damaged, or if a link lacks the table or has it with other slots.
         """
         from recckpt.sparse.files.chain_table import ChainTable
         from recckpt.sparse.files.merged_rows import down_to_whole
@@ -186,7 +189,7 @@ class OpenChain:
         return ChainTable(down_to_whole(link.reader(name, slots, sought) for link in self.links))
 
     def table_with(self, name: str, columns: Collection[str] | None, ids: Int64s | None = None) -> ChainTable:
-        """As :meth:`table`, with the slots in ``columns``, or all; KeyError if they do not exist.
+        """As :meth:`table`, with the slots in ``columns`` or all slots; KeyError if a slot does not exist.
 
         Raises TypeError if ``columns`` is a single name.
         """
@@ -196,27 +199,28 @@ class OpenChain:
         return self.table(name, [slot.name for slot in slots], ids)
 
     def find(self, table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
-        """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one has.
+        """Return a slot of the rows of ``ids``, in this order. Reads a link only for ids that no newer link has.
 
-        Raises ValueError if ``default`` is neither a value nor a row of the slot, CorruptCheckpointError if an id is
-        twice in a link.
+        Raises ValueError if ``default`` is neither a value nor a row of the slot, CorruptCheckpointError if a link has
+        an id twice.
         """
         from recckpt.sparse.files.chain_table import aligned_rows
 
         return aligned_rows(self._indexes(table), table, ids, slot, default)
 
     def _indexes(self, table: str) -> Iterator[RowIndex]:
-        """Yield the index of a table in each link, newest first; each is made when it is reached."""
+        """Yield the index of a table in each link, newest first; each index is made when the caller asks for it."""
         for link, reader in zip(self.links, self.table(table, []).links, strict=False):
             yield link.index(reader)
 
     def batches(
         self, slices: Collection[Slice | None], known: str = "", unknown: Collection[str] = ()
     ) -> tuple[Sequence[LinkBatches], Collection[str]]:
-        """Open the files that may have rows or deletes of some slices; return what a load reads, newest link first.
+        """Open the files that may have rows or deletes of these slices. Return the batches that a load reads, newest
+        link first.
 
         ``known`` is the save id of the newest link whose rows the model already has, except in ``unknown`` tables; ""
-        for none. Also returns the tables that go on from the known link.
+        for none. Also returns the tables that continue from the known link.
         """
         from recckpt.sparse.files.part_reader import LinkBatches
 
@@ -238,7 +242,8 @@ class OpenChain:
     def state(self, name: str, *, is_mapped: bool = True) -> dict[str, Any]:
         """Return the dict in a ``.pt`` file, checked; empty without such a file. Imports torch.
 
-        With ``is_mapped=False`` it is read: a bad disk under a map would kill the process.
+        With ``is_mapped=False`` the file is read, not mapped, because a bad disk under a memory map kills the
+        process.
         """
         from recckpt.dense.loader import load_state
 
@@ -247,9 +252,9 @@ class OpenChain:
 
     @contextmanager
     def mapped(self, buckets: Buckets) -> Iterator[OpenChain]:
-        """Yield the same chain with only the files kept open that have rows or deletes in some buckets.
+        """Yield this chain with only those files kept open that have rows or deletes in these buckets.
 
-        Each is mapped once, if the storage has maps, and closed at the end of the block.
+        Each file is mapped once, if the storage supports memory maps, and closed at the end of the ``with`` block.
         """
         n_links = len(self.links)
         files = [files_of(self.storage, link.checkpoint, n_links) for link in self.links]

@@ -1,4 +1,4 @@
-"""Reads a compacted checkpoint back from disk before what it supersedes is removed: only cached pages were checked."""
+"""Reads a compacted checkpoint from disk before a superseded one is removed: so far only cached pages were checked."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger("recckpt")
 
 
 def remove_checked(storage: Storage, fence: Fence, going: Sequence[Checkpoint], concurrency: int) -> list[str]:
-    """Remove checkpoints as :meth:`Fence.remove` does; if what supersedes one is damaged, remove that instead.
+    """Remove checkpoints as :meth:`Fence.remove` does; but if a superseding one is damaged, remove that one instead.
 
-    Each compacted checkpoint is read whole, once, before the delta that it supersedes is removed.
+    Each compacted checkpoint is read completely, once, before the delta that it supersedes is removed.
     """
     gone = {victim.directory for victim in going}
     staying = [c for c in fence.listing.committed if c.manifest.is_compacted and c.directory not in gone]
@@ -33,7 +33,7 @@ def remove_checked(storage: Storage, fence: Fence, going: Sequence[Checkpoint], 
         at = compacted.directory
         log.error("%s/%s is damaged and removed; what it was to replace stays: %s", storage.url, at, problem)
         fence.remove([compacted], concurrency)
-        fence.look_again()  # deltas on it are read through the delta by now
+        fence.look_again()  # deltas based on it are now read through the delta
         kept = {link.directory for c in fence.listing.committed if _supersedes(compacted, c) for link in c.links}
         going = [victim for victim in going if victim.directory not in kept]
     rotation.sync_superseders(storage, fence.listing, going)
@@ -45,7 +45,7 @@ def _supersedes(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def problems(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> Iterator[CorruptCheckpointError]:
-    """Yield what is wrong with any byte of a checkpoint; an OSError of the storage passes through."""
+    """Read all bytes of a checkpoint, and yield an error per problem; an OSError of the storage is raised."""
     try:
         link = OpenLink.of(storage, checkpoint)
         parts = [part for catalog in link.catalogs for part in catalog.parts]

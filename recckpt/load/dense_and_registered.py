@@ -138,8 +138,7 @@ def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str
 
 
 def _position(live: LiveState, item: Planned, source: OpenSource) -> Any:
-    """Return this rank's position in the data; merged from all positions if the number of ranks differs from the
-    save."""
+    """Return this rank's position in the data; merged from all positions if another number of ranks saved."""
     if source.at.shards == live.shards:
         return source.own_state("io_state", item.source, live.shard)
     files = [source.state(layout.of_rank("io_state", shard)) for shard in range(source.at.shards)]
@@ -187,8 +186,7 @@ class ModelLoad:
             self._set(self._put)
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        """Set tensors that torch's load cannot fill: inference tensors in place, other tensors by replacing their
-        memory."""
+        """Set tensors that torch's load cannot fill: inference tensors in place, others by replacing their memory."""
         for name, value in values.items():
             module, key = self._owner(name)
             members: dict[str, Any] = module._parameters if key in module._parameters else module._buffers

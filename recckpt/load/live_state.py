@@ -161,8 +161,7 @@ def _dense_things(model: nn.Module, dense: Mapping[str, Any]) -> dict[Name, Thin
 def check_live(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Sequence[Planned], problems: Problems
 ) -> None:
-    """Add problems that only live objects show: with per-rank states, with tables that are not ours, and with
-    lengths."""
+    """Add problems that only live objects show: per-rank states, tables that are not ours, lengths."""
     for item, source in ((item, sources[item.offer]) for item in items if item.offer is not None):
         if item.name.group == "io_state":
             _check_positions(live, source, item.name.text, problems)

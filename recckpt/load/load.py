@@ -1,5 +1,4 @@
-"""The top level of a load: plan, read the small state, give it to objects that may refuse it, fill tables, then the
-rest."""
+"""The top level of a load: plan, read small state, load what may be refused, then tables, then the rest."""
 
 from __future__ import annotations
 

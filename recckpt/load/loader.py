@@ -56,8 +56,7 @@ def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
 
 
 def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each table of which the ranks own all ids together, but have read more or fewer rows than
-    saved."""
+    """Yield an error for each table whose ranks own all ids, but have read more or fewer rows than were saved."""
     for key in dict.fromkeys(key for counts in of_ranks for key in counts):
         rows = dict(counts[key] for counts in of_ranks if key in counts)
         spans = sorted(span for owned in rows for span in _spans(owned) if span[0] < span[1])
@@ -110,8 +109,7 @@ class Loader:
     loaded_step: int | None = field(default=None, init=False)
 
     def load_located(self, locate: Callable[[], LocatedBank], shard_id: int | None = None) -> LoadReport:
-        """Load the bank that ``locate`` returns. If a checkpoint is removed before it is read, call ``locate``
-        again."""
+        """Load the bank that ``locate`` returns. If a checkpoint is removed before the read, call ``locate`` again."""
         return first_whole(locate, partial(self.load_once, shard_id), instead=KnownDamage().instead)
 
     def plan_located(

@@ -56,8 +56,7 @@ class Problems:
     def misfit(
         self, entry: Entry, name: str, found: object, expected: object, action: tuple[str, str] | None = None
     ) -> None:
-        """Add a name whose state does not fit; ``action`` is the remedy: (table or tensor, value for
-        ``on_mismatch``)."""
+        """Add a name whose state does not fit; ``action`` is a remedy: (table or tensor, what to do with it)."""
         self.mismatched[name] = (found, expected)
         self._mismatched_in[name] = entry.label
         _add(self.misfits, entry.label)

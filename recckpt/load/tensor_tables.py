@@ -75,8 +75,7 @@ def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandid
 
 
 def tables_of_tensor(text: str) -> tuple[str, ...]:
-    """Return the names that a dense tensor may have as a table: its path or, for TorchRec, the last part of its
-    path."""
+    """Return the names that a dense tensor may have as a table: its path or, for TorchRec, the path's last part."""
     path = text.removesuffix(_WEIGHT)
     above, _, last = path.rpartition(".")
     return (path, last) if above.rpartition(".")[2] in _COLLECTIONS else (path,)

@@ -1,4 +1,4 @@
-"""Brings what a host lacks of a near save there from hosts that have it. Imports no torch."""
+"""Copies files of a near save to hosts that lack them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WholeFiles:
 
 
 def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
-    """Read this host's files of a near save, and return which are intact.
+    """Read this host's files of a near save; return the intact ones.
 
     A file with rows can only be checked with its catalog, which has its checksums.
     """
@@ -83,7 +83,7 @@ def _of_near_save(save: Checkpoint, near_dir: Storage, error: Exception) -> Exce
 
 
 def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | None:
-    """Return why a near save cannot be restored from what hosts have; None if each file is intact on one.
+    """Return why a near save cannot be restored from the hosts' files; None if each file is intact on some host.
 
     Rules *all_pieces* and *verify_before_choice*.
     """
@@ -102,7 +102,7 @@ def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | Non
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank says of its host before anything is brought there."""
+    """What a rank reports about its host before files are copied there."""
 
     host: HostSeen | None  # its identity; None if its near dir cannot be used
     name: str  # for messages
@@ -120,15 +120,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The files of a near save that ranks need and their hosts lack; the same on all ranks."""
+    """The files of a near save that ranks need but their hosts lack; the same on all ranks."""
 
     places: Sequence[Place]  # of all ranks
     moves: Sequence[Move]  # each to the first rank of a host
 
     @classmethod
     def of(cls, save: Checkpoint, places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> Bringing:
-        """Decide what is to be brought. Pure."""
-        # What each host lacks of what its ranks read, by its first rank.
+        """Decide which files to copy. Pure."""
+        # first rank of a host -> files that ranks of this host read and the host lacks
         first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
         whole = {host.rank: host.names for host in of_hosts}
         for rank, place in enumerate(places):

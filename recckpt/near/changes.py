@@ -1,4 +1,4 @@
-"""The marks of a saver and near saves: making one leaves them as they are, restoring one sets them anew."""
+"""Marks of changed rows and near saves: making a near save leaves the marks unchanged, restoring one sets them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ _ANY = 1e18  # times the bytes of a full checkpoint
 
 
 class PeekedChanges(Changes):
-    """What changes, for a near save: marks and base are read, and stay (rule *keeps_marks*).
+    """The changes for a near save: marks and base are read but not changed (rule *keeps_marks*).
 
-    The length of the chain does not matter, since a near save is not a link. If too much has changed, it is not worth
-    its bytes.
+    The length of the chain does not matter, because a near save is not a link.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -41,12 +40,13 @@ class PeekedChanges(Changes):
         self.freeze = partial(changes.tracker.freeze, keeps_marks=True)
 
     def is_in_doubt(self, storage: Storage, fence: Fence) -> bool:
-        """Say no: rank 0 has checked before."""
+        """Return False, because rank 0 has already confirmed the base."""
         return False
 
 
 def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableTable]) -> None:
-    """Count changes from a restored checkpoint; after a near save, from its parent, with its rows as changed."""
+    """Count changes since a restored checkpoint; for a near save, since its parent, with the near save's rows
+    marked."""
     if restored.near_dir is None:
         changes.on_whole_restore(restored, tables)
     elif changes.resume_from(restored.below[0].manifest):
@@ -54,13 +54,14 @@ def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableT
 
 
 def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> None:
-    """Mark in tables what a near save holds of them (rule *payload_is_marks*)."""
+    """Mark the rows and deletes of a near save as changed in these tables (rule *payload_is_marks*)."""
     assert save.near_dir is not None
     base, stored = save.below[0].manifest.name, [table for table in tables if is_stored(table)]
     slices, link = {table.name: getattr(table, "slice", None) for table in stored}, OpenLink.of(save.near_dir, save)
 
     def payload(table: str, kind: PartKind) -> npt.NDArray[np.int64]:
-        """Return the ids of rows or deletes in shards that may have ids of the tables: a host may lack the others."""
+        """Return the ids of rows or deletes in shards that overlap with the tables; a host may lack the other
+        shards."""
         catalogs = link.catalogs_of(met_shards(save.manifest, set(slices.values())))
         reader = TableReader(link.files, save.directory, catalogs, save.manifest.named_table(table), ())
         return ids_of(piece for catalog in catalogs for _, _, piece in reader.batches(catalog, kind, None))
@@ -74,6 +75,6 @@ def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> 
             deleted = payload(table.name, "deletes")  # also ids that have a row in another shard
             deleted = deleted if own is None else deleted[own.owns(deleted)]
             changes.tracker.resume(table, base, payload(table.name, "rows"), deleted)
-    except (RecckptError, OSError) as error:  # all is restored by now
+    except (RecckptError, OSError) as error:  # everything is restored already
         log.warning("the next save is full: %s cannot be read once more: %s", save.manifest.save_id, error)
         changes.drop_base()

@@ -1,4 +1,4 @@
-"""The outcomes of a saver's near saves: in all, since the newest line of the timeline, and as metrics."""
+"""Counts the outcomes of a saver's near saves: in total, since the last line of the timeline, and as metrics."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class NearTally:
             self._since = replace(before, skipped=skipped)
 
     def take(self, step: int | None) -> dict[str, Any]:
-        """Return the field ``near`` for the line of a checkpoint of this step, {} without any; then count anew."""
+        """Return the field ``near`` for the timeline line of a checkpoint, {} without near saves; then restart the
+        count."""
         with self._lock:
             self._note_counted(step)
             since, self._since = self._since, _SinceLine()
@@ -109,7 +110,7 @@ class NearMetrics:
         self._run, self._newest_step = run, 0  # of near saves made by this process
 
     def due(self, info: SaveInfo, listing: Listing) -> None:
-        """Record what a loss would have cost when one was due, whether it began or not."""
+        """Record how many steps a crash would lose now, when a near save is due, whether it begins or not."""
         step = info.step or 0
         durable = listing.committed[-1].manifest.step or 0 if listing.committed else 0
         lags = {"lag": step - durable, "near.lag": step - max(durable, self._newest_step)}

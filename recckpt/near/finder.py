@@ -1,4 +1,4 @@
-"""What a restore may take beside checkpoints: near saves whose bytes are all intact, on whichever hosts."""
+"""Finds near saves that a restore may use besides checkpoints: all their bytes must be intact, on any hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 def skipped(
     seen: Iterable[SeenSave], near_list: NearList, candidates: Sequence[Checkpoint]
 ) -> list[tuple[Checkpoint, str]]:
-    """Return the near saves newer than the first candidate, oldest first, and why each cannot be restored."""
+    """Return the near saves newer than the first candidate, oldest first, each with the reason why it is unusable."""
     newest = candidates[0].manifest.order if candidates else (0, 0)
     saves = []
     for save, files in sorted(seen, key=lambda each: each[0].manifest.order):
@@ -49,7 +49,7 @@ def skipped(
 
 
 class NearFinder(CandidateFinder):
-    """Finds what a restore may take, including near saves. Collective; not thread-safe."""
+    """Finds the checkpoints and near saves that a restore may use. Collective; not thread-safe."""
 
     is_shared = True
 
@@ -60,10 +60,11 @@ class NearFinder(CandidateFinder):
         self._logged = set[str]()  # directories of near saves that were logged
 
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
-        """Return what may be restored: checkpoints and near saves, newest first; arguments as of the base.
+        """Return the bank, and the checkpoints and near saves that may be restored, newest first.
 
-        If the first is a near save, each byte of it is read (rule *verify_before_choice*), and hosts get what they lack
-        of it. If something that was listed is gone, all is listed once more (rule *relist_when_gone*).
+        Arguments are as in the base class. If the first is a near save, all its bytes are verified (rule
+        *verify_before_choice*), and hosts that lack needed files receive them. If a listed checkpoint is gone, the
+        listing is repeated (rule *relist_when_gone*).
         """
         located = ranks.on_first(bank)
         for _ in range(_LOOKS):
@@ -76,7 +77,7 @@ class NearFinder(CandidateFinder):
             except CheckpointRemovedError as error:
                 log.info("%s; looking again", error)
             else:
-                # What is lost, once, and what can be restored in its place.
+                # Log once which near save is lost, and what is restored instead.
                 restored = whole[0].ckpt_id if whole else "nothing"
                 for save, reason in self._skipped:
                     if save.directory not in self._logged:
@@ -118,17 +119,17 @@ class NearFinder(CandidateFinder):
         return candidates
 
     def _here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return candidates of rank 0 with the near dir of this rank, which may differ. Not collective."""
+        """Return candidates of rank 0, with the near dir replaced by this rank's own. Not collective."""
         own = self._dir.storage
         return [each if each.near_dir is None else replace(each, near_dir=own) for each in candidates]
 
     def _from_first_whole(
         self, ranks: Ranks, candidates: Sequence[Checkpoint], needed: Needed, *, is_first_look: bool = False
     ) -> list[Checkpoint]:
-        """Return the candidates from the first checkpoint or intact near save on.
+        """Return the candidates that follow, and include, the first checkpoint or intact near save.
 
         Raises:
-            CheckpointRemovedError: at the first look, one is gone since it was listed.
+            CheckpointRemovedError: at the first look, a near save was removed after it was listed.
         """
         for number, candidate in enumerate(candidates):
             if candidate.near_dir is None:
@@ -144,7 +145,7 @@ class NearFinder(CandidateFinder):
         return []
 
     def _problem_of(self, ranks: Ranks, save: Checkpoint, needed: Needed) -> Exception | None:
-        """Return why all ranks skip a near save; None once what is needed was brought here. Rule *one_choice*."""
+        """Return why all ranks skip a near save; None once the needed files are on this host. Rule *one_choice*."""
         problem, of_hosts = ranks.concluded(lambda: self._checked_here(save, ranks.rank), partial(_concluded, save))
         if problem is not None or ranks.size == 1:
             return problem
@@ -164,7 +165,7 @@ class NearFinder(CandidateFinder):
                 log.info("near save %s: brought %s", save.manifest.save_id, what)
             return None
         if is_taking and save.directory not in self._files_here:
-            self._dir.try_remove(save.directory)  # what was brought here has no seal, and would take room
+            self._dir.try_remove(save.directory)  # the copied files have no seal, and would use space
         return bringing.failure(failures[0].move.receiver, failures[0].reason)
 
     def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
@@ -172,7 +173,7 @@ class NearFinder(CandidateFinder):
         return None if names is None else whole_files(save, names, self._concurrency, rank)
 
     def _note(self, save: Checkpoint) -> None:
-        """Note this host before it gets rows. Failures are logged only: the next near save tries again."""
+        """Note this host before it gets rows. Failures are only logged, because the next near save tries again."""
         try:
             self._noted.note(save.manifest.epoch)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Moves files of one near save between the hosts of its ranks, in rounds that bound memory."""
+"""Copies files of a near save between the hosts of its ranks, in rounds with bounded memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from recckpt.parallel.process_group import Parcel, ReusedBuffer
 from recckpt.parallel.ranks import Meetings
 from recckpt.storage import Draft, Storage
 
-_READ_BYTES = 1 << 20  # at a time, so that what was read is still in the cache when it is copied
+_READ_BYTES = 1 << 20  # per read, so that the bytes are still in the CPU cache when copied
 ROUND_BYTES = 8 << 20  # that a rank sends, or is sent, at a meeting
 
 
 def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return host -> the ``copies`` hosts that follow it, or all others if there are fewer; {} without copies.
+    """Return host -> the next ``copies`` hosts, or all other hosts if there are fewer; {} without copies.
 
     ``hosts`` has the host of each rank.
     """
@@ -35,9 +35,9 @@ def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """Return for each rank the ranks that take its files, one on each host that gets a copy.
+    """Return, per rank, the ranks that receive its files: one on each host that gets a copy.
 
-    The ranks of a host share the work by their order: the second takes the files of the other host's second.
+    The work is shared by order: the second rank of a host receives the files of the second rank of another host.
     """
     targets = copies_of(hosts, copies)
     ranks_on = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
@@ -49,7 +49,8 @@ def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
-    """Return for each rank the ranks whose files lie on its host: its own ranks, and ranks copied to it."""
+    """Return, per rank, the ranks whose files are on its host: the ranks of the host, and ranks whose files are copied
+    to it."""
     targets = copies_of(hosts, copies)
     return [
         frozenset(rank for rank, host in enumerate(hosts) if here in (host, *targets.get(host, ()))) for here in hosts
@@ -73,7 +74,7 @@ class MoveFailure:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes [begin, end) of what a move sends: the file, followed by the checksum of what was read."""
+    """Bytes [begin, end) of what a move sends: the file, followed by the checksum of the bytes read."""
 
     number: int  # of the move
     begin: int
@@ -89,7 +90,8 @@ Rounds = list[list[Stretch]]  # what one rank sends another, round by round
 
 
 def rounds_by_pair(moves: Sequence[Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
-    """Return what each sender sends each receiver in each round; files of a pair follow each other, in order.
+    """Return (sender, receiver) -> the bytes to send per round. The files of a pair are sent one after another, in
+    order.
 
     No rank sends or receives more than ``round_bytes`` in one round, but at least one byte for each peer.
     """
@@ -120,7 +122,8 @@ def _rounds(sizes: Mapping[int, int], share: int) -> Rounds:
 
 
 class Outgoing:
-    """A file that this rank sends, read from start to end; ``failure`` says why it cannot be read. Not thread-safe."""
+    """A file that this rank sends, read from start to end; ``failure`` is the reason if reading failed. Not
+    thread-safe."""
 
     def __init__(self, storage: Storage, directory: str, of: Move) -> None:
         self._storage, self._path, self._n_bytes = storage, layout.join(directory, of.name), of.n_bytes
@@ -135,7 +138,7 @@ class Outgoing:
             self.failure = str(error)
 
     def fill(self, parcel: Parcel, begin: int) -> None:
-        """Fill a parcel with the bytes from ``begin`` on; after a failure its contents are arbitrary."""
+        """Fill a parcel with the bytes from ``begin`` on. After a read failure the contents are arbitrary."""
         n_bytes = min(len(parcel), max(0, self._n_bytes - begin))
         try:
             if self.failure is None:
@@ -143,7 +146,7 @@ class Outgoing:
         except OSError as error:
             self.failure = str(error)
         if self.failure is None and len(parcel) > n_bytes:
-            self.close()  # files are many, so few are open at a time
+            self.close()  # there may be many files, so few are open at a time
             at = begin + n_bytes - self._n_bytes
             parcel[n_bytes:] = np.frombuffer(self._hash.digest(), np.uint8)[at : at + len(parcel) - n_bytes]
 
@@ -176,7 +179,7 @@ class Incoming:
         self._failure: str | None = None
 
     def take(self, parcel: Parcel, begin: int) -> None:
-        """Write the bytes from ``begin`` on; after a failure they are dropped."""
+        """Write the parcel's bytes from ``begin`` on. After a write failure all bytes are dropped."""
         n_bytes = min(len(parcel), max(0, self._of.n_bytes - begin))
         self._digest += parcel[n_bytes:].tobytes()
         if self._failure is not None:
@@ -193,7 +196,7 @@ class Incoming:
             self._failure = str(error)
 
     def publish(self) -> str | None:
-        """Publish the file if its size and checksum are right; otherwise say what is wrong."""
+        """Publish the file if its size and checksum are right; otherwise return what is wrong."""
         found, expected = self._hash.intdigest(), self._of.xxh3
         if expected is None:
             expected = int.from_bytes(self._digest, "big")
@@ -215,7 +218,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class MoveBuffers:
-    """Memory for what a rank sends and receives in a round, reused in the next. Not thread-safe."""
+    """Memory for the bytes that a rank sends and receives in a round, reused in the next round. Not thread-safe."""
 
     sent: ReusedBuffer = field(default_factory=ReusedBuffer)
     received: ReusedBuffer = field(default_factory=ReusedBuffer)
@@ -230,12 +233,12 @@ def move(
     *,
     round_bytes: int = ROUND_BYTES,
 ) -> list[MoveFailure]:
-    """Move files of a near save, and return those that did not arrive, the same on all ranks. Collective.
+    """Copy files of a near save between ranks; return the files that did not arrive, the same on all ranks. Collective.
 
-    A file appears at its receiver once its size and checksum are right (rule *copy_checked*), and replaces one that was
-    there. A file that cannot be read, does not fit or cannot be written only fails its own move. ``moves`` are the same
-    on all ranks, in the same order, none from a rank to itself. A rank sends, and receives, ``round_bytes`` at a
-    meeting.
+    A file appears at its receiver once its size and checksum are right (rule *copy_checked*), and replaces an existing
+    file. A file that cannot be read, does not fit or cannot be written fails only its own move. ``moves`` must be the
+    same on all ranks, in the same order, and none from a rank to itself. A rank sends and receives at most
+    ``round_bytes`` per meeting.
     """
     if not moves:
         return []
@@ -252,7 +255,7 @@ def move(
         unread = {n: file.failure for n, file in sent.items()}
     of_ranks = meetings.gather((unfit, unread))
     failures: dict[int, str] = {}
-    for kind in (0, 1):  # what the sender says is the cause of what the receiver found
+    for kind in (0, 1):  # a sender's failure is the cause of the receiver's
         for each in of_ranks:
             failures |= {n: why for n, why in each[kind].items() if why is not None}
     return [MoveFailure(moves[n], failures[n]) for n in sorted(failures)]
@@ -302,11 +305,11 @@ def copy_files(
     copies: int,
     buffers: MoveBuffers,
 ) -> None:
-    """Copy the files of each rank to the hosts that follow its own; return once all are there. Collective.
+    """Copy the files of each rank to the hosts that follow its own host; return when all have arrived. Collective.
 
     ``files`` are those of this rank, in a directory that each host has created; ``hosts`` has the host of each rank.
-    All but ``storage`` and ``files`` are the same on all ranks. If a copy did not arrive, all raise the same
-    RecckptError.
+    All arguments but ``storage`` and ``files`` are the same on all ranks. If a copy did not arrive, all ranks raise
+    the same RecckptError.
     """
     takers = receivers(hosts, copies)
     moves = [

@@ -34,7 +34,7 @@ _URL_BYTES = 1 << 16
 
 
 class NearStorage(LocalStorage):
-    """Files of near saves, which may take ``most_bytes`` together; None for all the space there is."""
+    """Files of near saves. Together they may use ``most_bytes``; None for all free space."""
 
     def __init__(self, path: str, most_bytes: int | None) -> None:
         super().__init__(path)
@@ -54,7 +54,7 @@ class NearStorage(LocalStorage):
         return super().free_bytes()
 
     def check_room(self) -> None:
-        """Raise OSError if near saves take more than they may: estimates leave out what is small."""
+        """Raise OSError if near saves use more than ``most_bytes``, because the estimates ignore small files."""
         if self._most_bytes is not None and (used := self.used_bytes) > self._most_bytes:
             problem = f"found {size(used)} of near saves, expected {size(self._most_bytes)} at most (max_bytes)"
             raise OSError(errno.ENOSPC, f"{problem}; three times the largest is enough", self.url)
@@ -68,11 +68,12 @@ class Sealed:
 
 
 class NearDir:
-    """Where the near saves of one output dir lie on this host. Creates nothing before it is first asked for its host.
+    """The directory of one output dir's near saves on this host. Creates nothing before the first call of :meth:`host`.
 
     Attributes:
-        path: the near dir, of all output dirs.
-        place: 16 hex digits of the output dir. Rule *run_identity*: near saves of another one are not seen.
+        path: the near dir, shared by all output dirs.
+        place: 16 hex digits that identify the output dir. Rule *run_identity*: near saves of other output dirs are not
+            seen.
         storage: the directory of this place.
     """
 
@@ -82,7 +83,8 @@ class NearDir:
 
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
-        """Return the near dir of an output dir; PermissionError if it is a link, or belongs to another user."""
+        """Return the near dir of an output dir; PermissionError if the near dir is a link or belongs to another
+        user."""
         path = Path(os.path.expanduser(near.path))  # noqa: PTH111  # as below
         with suppress(*ABSENT):
             check_owner(path, _OWN, may_be_of_root=True)
@@ -96,9 +98,9 @@ class NearDir:
         return Path(self.path, near_seal.NEAR_ROOT)
 
     def host(self) -> str:
-        """Return the id of this host, the same wherever this directory is mounted; creates both if missing.
+        """Return the id of this host, which is stored in the near dir. Creates the near dir and the id if missing.
 
-        Raises OSError if files cannot be written there, or the one with the id is damaged.
+        Raises OSError if the near dir is not writable, or the file with the id is damaged.
         """
         with suppress(*ABSENT):
             return self._host()
@@ -106,14 +108,14 @@ class NearDir:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(self.root, _OWN)
         self.storage.prepare()
-        if self._url is not None:  # first: who finds the id finds this, too
+        if self._url is not None:  # first: a reader that finds the id also finds this
             self.storage.replace(near_seal.NEAR_URL, self._url.encode())
         with suppress(FileExistsError):
             self.storage.put_if_absent(near_seal.NEAR_HOST, secrets.token_hex(16).encode())
         return self._host()
 
     def known_host(self) -> str | None:
-        """Return the id of this host; None if it has no readable one. Creates nothing."""
+        """Return the id of this host; None if there is no readable id. Creates nothing."""
         with suppress(OSError):
             return self._host()
         return None
@@ -126,14 +128,15 @@ class NearDir:
         return host
 
     def url(self) -> str | None:
-        """Return the output dir as its first writer here named it; None if unknown."""
+        """Return the URL of the output dir, as its first writer on this host named it; None if unknown."""
         with suppress(*ABSENT, NotPlainError, UnicodeDecodeError):
             url = self.storage.read(near_seal.NEAR_URL, _URL_BYTES).decode()
             return url if _place(url) == self.place else None
         return None
 
     def begin(self, intent: Intent) -> None:
-        """Make the directory of a near save; OSError if that fails. Rule *never_overwrite*: no other has had it."""
+        """Make the directory of a near save; OSError if that fails. Rule *never_overwrite*: its name was never used
+        before."""
         with suppress(FileExistsError):
             self.storage.make_dir(intent.directory.rpartition("/")[0])
         self.storage.make_dir(intent.directory)
@@ -141,7 +144,7 @@ class NearDir:
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
         path, data = layout.join(intent.directory, near_seal.NEAR_JSON), near_seal.encode(seal)
-        near_seal.decode(data, path)  # never seal what no reader would accept
+        near_seal.decode(data, path)  # never write a seal that readers would not accept
         self.storage.put_if_absent(path, data)
 
     def sealed(self) -> Iterator[Sealed]:
@@ -158,7 +161,8 @@ class NearDir:
                 yield Sealed(directory, data, frozenset(files - missing))
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:
-        """Return the near save of a seal; None, with a log line, if the seal is damaged or of another place."""
+        """Return the near save of a seal; None, with a log line, if the seal is damaged or belongs to another output
+        dir."""
         path = layout.join(directory, near_seal.NEAR_JSON)
         try:
             seal = near_seal.decode(data, path)
@@ -176,22 +180,22 @@ class NearDir:
             yield from sorted(name for name in names if near_seal.parse_near(name) is not None)
 
     def clear(self) -> list[str]:
-        """Remove all near saves, sealed or not, and return their directories; OSError if some of it is left."""
+        """Remove all near saves, sealed or not; return their directories. OSError if files are left."""
         directories = list(self.directories())
         for directory in directories:
             self.remove(directory)
         return directories
 
     def remove(self, directory: str) -> None:
-        """Remove a near save; its seal goes first, so that nobody takes the rest for whole.
+        """Remove a near save, its seal first, so that no reader takes the rest for a complete one.
 
-        Raises OSError if some of it is left.
+        Raises OSError if files are left.
         """
         self.storage.remove(layout.join(directory, near_seal.NEAR_JSON))
         for name in self.storage.list_files(directory):
             self.storage.remove(layout.join(directory, name))
         self.storage.remove_empty_dirs(directory)
-        with suppress(OSError):  # others of its epoch are left
+        with suppress(OSError):  # other near saves of its epoch are left
             self.storage.remove_empty_dirs(directory.rpartition("/")[0])
 
     def try_remove(self, directory: str) -> bool:
@@ -221,7 +225,7 @@ class NearDir:
 
 
 def places(near: Near) -> list[NearDir]:
-    """Return the directories of all output dirs with near saves at a path; OSError if it cannot be read."""
+    """Return the directories of all output dirs in a near dir; OSError if the near dir cannot be read."""
     names = LocalStorage(layout.join(_path(near), near_seal.NEAR_ROOT)).list_dirs()
     return [NearDir(near, name) for name in names if near_seal.is_place(name)]
 
@@ -239,14 +243,14 @@ def _path(near: Near) -> str:
 
 
 class NotedHost:
-    """The note of this host in an output dir, which one rank of the host writes. Not thread-safe."""
+    """The note of this host in an output dir. One rank of the host writes it. Not thread-safe."""
 
     def __init__(self, storage: Storage, near_dir: NearDir) -> None:
         self._storage, self._dir = storage, near_dir
         self._epoch: int | None = None  # in which it was noted: an output dir that is made anew has lost it
 
     def note(self, epoch: int, reach: Callable[[], object] = lambda: None) -> None:
-        """Note the host before it gets rows, once an epoch; ``reach`` is called before that.
+        """Note the host before it gets rows, once per epoch; ``reach`` is called before the write.
 
         Raises OSError if the near dir or the output dir cannot be used.
         """
@@ -256,7 +260,7 @@ class NotedHost:
             self._epoch = epoch
 
     def remove(self) -> None:
-        """Remove the note, since no near save is left on this host; a failure is logged."""
+        """Remove the note, because no near save is left on this host. A failure is logged."""
         self._epoch = None
         try:
             self._storage.remove(near_seal.host_note(self._dir.host()))

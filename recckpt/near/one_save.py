@@ -1,4 +1,4 @@
-"""One near save, from its staged state to what is kept: steps 3 to 9 (docs/format.md, section 16)."""
+"""One near save, from its staged state to the removal of older ones: steps 3 to 9 (docs/format.md, section 16)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class NearSave:
     tier: NearTier
 
     def write(self, staged: Staged) -> None:
-        """Write on all ranks by the ordinary writer, seal on all hosts, and acknowledge. Collective.
+        """Write on all ranks with the writer of checkpoints, seal on all hosts, and acknowledge. Collective.
 
         Raises:
             SaveFailedError: a rank has failed, or is missing.
-            WriterFencedError: another writer has taken the output dir over, whether or not it has named the near save.
+            WriterFencedError: another writer has taken the output dir over; its list may or may not include the near
+                save.
         """
         ranks, info, intent = self.job.ranks, self.job.info, self.begun.intent
         with closing(staged):
@@ -65,7 +66,7 @@ class NearSave:
             self.tier.make(self.begun.intent, self.job.ranks.size)
 
     def _written(self, staged: Staged) -> Callable[[], RankRecord]:
-        """Return what gives the record of this rank, after copying to other hosts, if any. Collective."""
+        """Return the function that returns the record of this rank, after copies to other hosts, if any. Collective."""
         if not self.begun.copies:
             return partial(self._write_own, staged)
         record = self.job.ranks.in_meetings(partial(self._write_and_copy, staged))
@@ -90,14 +91,14 @@ class NearSave:
         tables = tables_of_all([record.tables for record in records], self.plan.kind.replaced)
         record = with_shards(replace(head, time=time_now(), tables=tables), [each.shard for each in records])
         totals.update(totals_of(records, tables))
-        # Rule *check_before_seal*: spares the work of one that was overtaken.
+        # Rule *check_before_seal*: a writer that was overtaken need not seal.
         self.tier.in_time(self.fence.check, self.job.ranks.size)
         hosts = self.begun.hosts
         record = standing_on(self.links, record)
         return NearSeal(record, self.tier.dir.place, hosts, copies_of(hosts, self.begun.copies))
 
     def _acknowledged(self) -> Kept:
-        # Rule *check_after_seal*: a successor that has not named it must not find it acknowledged.
+        # Rule *check_after_seal*: do not acknowledge a near save that a successor has not listed.
         self.tier.in_time(self.fence.check, self.job.ranks.size)
         kept = self.tier.acknowledge()
         self.job.info.note(outcome=self.job.info.words.is_committed)

@@ -24,9 +24,9 @@ class NearStand:
 
     @property
     def is_of_young_run(self) -> bool:
-        """Whether the run has made half as many steps since its newest checkpoint as before it, or more.
+        """Whether the run's steps since its newest checkpoint are at least half of the steps before that checkpoint.
 
-        This bounds the checkpoints made in place of near saves: each is at 1.5 times the step of the previous one, or
+        This bounds the number of checkpoints made in place of near saves: each is at 1.5 times the previous step or
         later.
         """
         step, base = self.intent.step, self.links[0].manifest.step
@@ -35,7 +35,7 @@ class NearStand:
 
 @dataclass(frozen=True)
 class NearProposal:
-    """What a rank has staged; its host, "" if unknown; whether it is saving a checkpoint."""
+    """What a rank has staged, its host ("" if unknown), and whether it is saving a checkpoint."""
 
     save: Proposal
     host: str
@@ -67,24 +67,24 @@ class NearPlan:
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether no near save begins because there is no checkpoint to stand on, and none is being saved.
+        """Whether no near save begins because there is no checkpoint as its base, and no checkpoint is being saved.
 
-        While one is being saved, the ranks get their base at different moments.
+        While a checkpoint is being saved, the ranks get their base at different moments.
         """
         return self.begun is None and not self.is_too_large and not self.is_saving
 
 
 def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence[NearProposal]) -> NearPlan:
-    """Return what becomes of a near save; it may be refused like any save.
+    """Decide whether and how a near save begins; it may be refused, like any save.
 
-    Rank 0 has no ``stand`` without a checkpoint to stand on. ``copies`` is None for one, if there are several hosts.
+    ``stand`` is None if there is no checkpoint as a base. ``copies=None`` means one copy if there are several hosts.
     """
     saves, is_saving = [each.save for each in proposals], any(each.is_saving for each in proposals)
     failures = [save.failure for save in saves if save.failure is not None]
     if stand is None and not any(failure.phase is Phase.SETTLE for failure in failures):
         return NearPlan(SavePlan(), None, is_saving)
     kind = agreed_kind([save.delta for save in saves])
-    if kind.base is None and not failures:  # before the room is looked at: all rows have no place in a near dir
+    if kind.base is None and not failures:  # before the space is checked: a near save never holds all rows
         return NearPlan(SavePlan(kind), None, is_saving, stand is not None and stand.is_of_young_run)
     hosts = tuple(each.host for each in proposals)
     n_copies = min(1 if copies is None else copies, len(set(hosts)) - 1)

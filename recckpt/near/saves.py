@@ -1,4 +1,4 @@
-"""Near saves: changes since the newest checkpoint, written by the ordinary writer to a near dir.
+"""Near saves: changes since the newest checkpoint, written to a near dir by the writer of checkpoints.
 
 The steps are those of docs/format.md, section 16. Only the first two are on the path of training.
 """
@@ -45,9 +45,9 @@ _WORDS = OutcomeWords(
 class LeftOutNear:
     """Makes all ranks skip the same near saves while one is running.
 
-    The near save ends on each rank at another moment, and the ranks train at different steps. So the ranks meet once
-    after the work: each says how many it has skipped, and all skip as many as the rank with the most. No rank has to
-    ask the others when a near save is due, and skipping costs nothing.
+    A near save ends at a different moment on each rank, when the ranks are at different steps. Therefore the ranks
+    meet once after the work: each rank sends the number of near saves it has skipped, and all ranks skip as many as the
+    rank with the most. So no communication is needed when a near save is due.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,8 @@ class LeftOutNear:
         self._over = Latch()
 
     def leaves_out(self) -> bool:
-        """Say whether to skip what is due now; waits while the ranks meet. Called by the training thread."""
+        """Return whether to skip the near save that is due now. Waits while the ranks meet. Called by the training
+        thread."""
         with self._lock:
             if not self._is_counted:
                 self._n_left_out += 1
@@ -75,7 +76,7 @@ class LeftOutNear:
         self._n_of_all = max(ranks.on_all(lambda: self._n_left_out))
 
     def end(self) -> None:
-        """Skip no more than the ranks have agreed on; without an agreement, nothing more."""
+        """End the skipping at the agreed number; without an agreement, immediately."""
         self._count()
         self._over.set()
 
@@ -85,7 +86,7 @@ class LeftOutNear:
 
 
 class NearSaves:
-    """The near saves of one saver, one at a time. They raise nothing but WriterFencedError.
+    """Makes the near saves of one saver, one at a time. Raises only WriterFencedError.
 
     Collective if there are several ranks; not thread-safe.
     """
@@ -98,14 +99,14 @@ class NearSaves:
         runner: SaveRunner,
         loader: Loader,
     ) -> None:
-        assert to.changes is not None  # near= is refused without
+        assert to.changes is not None  # near= is refused without deltas
         self._live, self._durable, self._changes, self.tier, self.fence = live, to, to.changes, tier, to.fence
         self._runner, self._loader, self._metrics = runner, loader, NearMetrics(loader.run)
         self._to = replace(
             to,
             storage=tier.dir.storage,
             transport=Transport(),
-            sparse_saver=SparseSaver(to.concurrency),  # its buffers are those of one save
+            sparse_saver=SparseSaver(to.concurrency),  # its own, because the buffers serve one save at a time
             min_free_bytes=0,
             buffers=DenseBuffers(),
             digests=RankDigests(),
@@ -118,7 +119,7 @@ class NearSaves:
         self._stood_in = 0  # the step of the last checkpoint in place of one, whether it was made or has failed
         self._fenced: WriterFencedError | None = None
         self._tally = NearTally()
-        to.timeline.bring_along(self._tally.take)  # of those before a checkpoint
+        to.timeline.bring_along(self._tally.take)  # the near saves since the previous checkpoint
 
     @property
     def counts(self) -> NearCounts:
@@ -129,12 +130,12 @@ class NearSaves:
         self._stood_in = 0
 
     def is_newest(self, order: tuple[int, int]) -> bool:
-        """Say whether the output dir has no checkpoint newer than a near save of this order. Not collective."""
+        """Return whether no checkpoint in the output dir is newer than a near save of this order. Not collective."""
         current = list_checkpoints(self._durable.storage).current
         return all(each.manifest.order < order for each in current)
 
     def begin(self, rank: int, size: int, step: int, state: State) -> bool:
-        """Begin a near save of this step; return False if a checkpoint has to be made first.
+        """Begin a near save of this step; return False if a checkpoint must be made first.
 
         Raises WriterFencedError if another process has taken the output dir over.
         """
@@ -159,7 +160,7 @@ class NearSaves:
             return True
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the running near save, and say whether it has ended. Not collective."""
+        """Wait for the running near save; return whether it has ended. Not collective."""
         return self._worker.wait(timeout_sec)
 
     def _check_fence(self) -> None:
@@ -206,7 +207,7 @@ class NearSaves:
                 turn = LeftOutNear()
                 self._worker.begin(turn, partial(self._run, save, staged, turn), staged.close)
             except Exception:
-                self._is_off = save.job.ranks.size > 1  # the others have begun, and wait for this rank in vain
+                self._is_off = save.job.ranks.size > 1  # the other ranks have begun, and wait for this rank in vain
                 raise
         return True
 
@@ -216,18 +217,17 @@ class NearSaves:
         return self._changes.base is not None and is_settled
 
     def _hold(self) -> int:
-        """Hold the output dir, as rank 0, and return the epoch.
+        """Take the output dir over, unless this was done before, and return the epoch. Called on rank 0.
 
-        Rule *takeover_before_near*: no near save is made before its list is there.
+        Rule *takeover_before_near*: no near save is made before the list of the takeover is published.
         """
         self.fence.hold_once(is_resumed=self._loader.is_resumed)
         return self.fence.epoch
 
     def _look(self, ranks: Ranks, step: int | None) -> tuple[Changes, str, NearStand | None, Exception | None]:
-        """Return what this rank knows of a near save: changes, host ("" if unknown), as rank 0 its stand, and a
-        failure.
+        """Return this rank's changes, its host ("" if unknown), the stand (only on rank 0), and the failure, if any.
 
-        Raises nothing, and creates nothing but a host id.
+        Raises nothing, and creates nothing except a host id.
         """
         host, failure = outcome_of(lambda: self._prepared(ranks))
         changes = PeekedChanges(self._changes)
@@ -257,14 +257,16 @@ class NearSaves:
         links = chain_of(fence.listing, base.save_id)
         if not links:
             return None
-        if not fence.is_settled:  # a checkpoint in its place would not mend that
+        if not fence.is_settled:  # a checkpoint instead of a near save would not help
             raise RecckptError(f"{self._durable.storage.url}: ids are yet to be forgotten there, as the log says")
         return NearStand(intent, cut, fence.listing.next_seq, links, self._stood_in)
 
     def _without_base(self, ranks: Ranks) -> NearPlan | None:
-        """Return the plan to make none since a rank has no base; None if all have. Collective until all have one.
+        """Return the plan to make no near save if a rank has no base; None if all have one. Collective until all have
+        one.
 
-        Asked before staging, which would be useless then. When all have a base, hosts make room, too.
+        Called before staging, because staging is useless without a base. Once all ranks have a base, hosts also free
+        space.
         """
         own = self.ranks.of(ranks.rank, ranks.size)
         if self._based is own:
@@ -282,7 +284,7 @@ class NearSaves:
         return self._has_base, self._runner.is_running
 
     def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:
-        """Return True if this near save is skipped, False if a checkpoint has to be made first."""
+        """Return True if this near save is skipped, False if a checkpoint must be made first."""
         self.tier.give_up()
         if not plan.is_too_large:
             self._based = None
@@ -298,7 +300,7 @@ class NearSaves:
         return True
 
     def _run(self, save: NearSave, staged: Staged, turn: LeftOutNear) -> None:
-        """Be the thread of a near save: all errors are its own failure."""
+        """Do the work of a near save in its thread. Every error is recorded as a failure of this near save."""
         info, ranks = save.job.info, save.job.ranks
         try:
             try:
@@ -322,7 +324,8 @@ class NearSaves:
             turn.end()
 
     def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks) -> None:
-        """Record that a near save failed; of several in a row, the first is logged and gets a line in the timeline."""
+        """Record a failed near save. Of consecutive failures, only the first is logged and gets a line in the
+        timeline."""
         info.note_failure(error)
         self._tally.note_failed(info)
         if isinstance(error, WriterFencedError):

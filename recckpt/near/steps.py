@@ -1,4 +1,4 @@
-"""The near saves of a run: begun when one is due, and no checkpoint was."""
+"""The near saves of a run: begins one when it is due and no checkpoint was made."""
 
 from __future__ import annotations
 

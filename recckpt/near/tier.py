@@ -1,4 +1,4 @@
-"""The near saves that one saver knows: those found, and its own (docs/format.md, section 16)."""
+"""The near saves that one saver knows: near saves found at a takeover, and its own (docs/format.md, section 16)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class Generation:
 
 
 def newest(generations: Iterable[Generation]) -> tuple[Generation, ...]:
-    """Return those that stay. Rule *two_generations*: if the newest is damaged, the one before can be restored."""
+    """Return the near saves to keep. Rule *two_generations*: if the newest is damaged, the one before can be
+    restored."""
     return tuple(sorted(generations, key=lambda each: each.order)[-_GENERATIONS:])
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays on every host when a near save is acknowledged, or before the first one of a job."""
+    """The near saves to keep on every host when a near save is acknowledged, or before the first one of a job."""
 
     epoch: int  # near saves up to this one are removed (rule *gc_by_epoch*)
     directories: frozenset[str] = frozenset()  # except these
@@ -56,7 +57,8 @@ class Kept:
 class NearTier(NearAtTakeover):
     """The near saves of one saver and of those before it. Not thread-safe.
 
-    Rank 0 decides which count, and which stay. The first rank of each host makes directories there, seals and removes.
+    Rank 0 decides which near saves are valid, and which are kept. On each host, the first rank creates, seals and
+    deletes directories.
     """
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
@@ -80,9 +82,9 @@ class NearTier(NearAtTakeover):
         return self._cut
 
     def in_time(self, ask: Callable[[], object], n_ranks: int = 2) -> None:
-        """Ask the output dir for something, for half the time that other ranks wait before they call this one lost.
+        """Call ``ask`` on the output dir, with half the time limit after which other ranks consider this rank lost.
 
-        Raises TimeoutError if it does not answer. This near save fails then; the next one asks again.
+        Raises TimeoutError if the output dir does not answer. Then this near save fails; the next one tries again.
         """
         if n_ranks == 1:
             ask()
@@ -90,16 +92,17 @@ class NearTier(NearAtTakeover):
             in_time(self.timeout_sec / 2, ask, self._storage.url)
 
     def reach(self, n_ranks: int) -> None:
-        """Check that the output dir answers, before work that must be finished; errors as of :meth:`in_time`."""
+        """Check that the output dir answers, before work that must not be interrupted; errors as of :meth:`in_time`."""
         self.in_time(lambda: self._storage.list_files(layout.OWNER_DIR), n_ranks)
 
     # At a takeover
 
     def hold_together(self, ranks: Ranks, hold: Callable[[], object]) -> None:
-        """Let rank 0 take the output dir over, and then see what all hosts have; once in a job. Collective.
+        """Call ``hold`` on rank 0 to take the output dir over, then list the near saves of all hosts; once per job.
+        Collective.
 
-        Rule *claim_before_list* requires this order: a near save acknowledged after the look no longer counts after the
-        claim.
+        Rule *claim_before_list* requires this order: a near save acknowledged after the listing is invalid because of
+        the claim.
 
         Raises:
             Exception: what ``hold`` raises on rank 0; on several ranks, as :meth:`Ranks.in_meetings`.
@@ -116,7 +119,7 @@ class NearTier(NearAtTakeover):
                     hold()
                 finally:
                     self._views = self._views_here
-                    asked()  # the others wait for it, also where it was held already
+                    asked()  # the other ranks wait for it, even if the output dir was held already
             else:
                 asked()
 
@@ -124,16 +127,17 @@ class NearTier(NearAtTakeover):
         self._is_held_together = True
 
     def look(self) -> None:
-        """Look at the near dirs: of all hosts while ranks take over together, else of this one."""
+        """Read the near dirs: of all hosts while the ranks take over together, otherwise of this host."""
         self._seen = complete(seen(self.dir, self._views()))
 
     def _views_here(self) -> Sequence[HostView]:
         return look_together(self.dir, 0, lambda own: [own])
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
-        """Name each near save that counts, whether it was restored or not (rule *list_names_near*).
+        """List each valid near save, whether it was restored or not (rule *list_names_near*).
 
-        While a request to forget ids is pending, none is named (rule *forget_names_none*): their rows may have the ids.
+        While a request to forget ids is pending, list none (rule *forget_names_none*), because their rows may have the
+        ids.
         """
         is_forgetting = not all(requests(self._storage).values())
         saves = [] if is_forgetting else counting(self._seen, listing, before.near)
@@ -152,9 +156,10 @@ class NearTier(NearAtTakeover):
     # In a near save
 
     def begin(self, epoch: int, nonce: str, step: int | None, base: str) -> tuple[Intent, int]:
-        """Name the directory of a near save on the checkpoint of this save id, as rank 0; return it with its cut.
+        """Return the intent of a near save based on the checkpoint with save id ``base``, and its cut. Called on rank
+        0.
 
-        Nothing is created yet, but rotation keeps that checkpoint from now on.
+        Nothing is created yet, but from now on rotation keeps this checkpoint.
         """
         cut = self.next_cut()
         name = near_seal.near_name(epoch, nonce, cut)
@@ -170,16 +175,17 @@ class NearTier(NearAtTakeover):
         self.dir.begin(intent)
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
-        """Seal it on this host; OSError if that fails, or near saves take more than they may."""
+        """Seal the near save on this host; OSError if that fails, or if near saves use too much space."""
         if self._made is not None:
             self.dir.storage.check_room()
             self.dir.seal(intent, seal)
 
     def acknowledge(self) -> Kept:
-        """Keep the near save being made, and return which near saves stay on all hosts. Called by rank 0.
+        """Keep the near save being made; return the near saves to keep on all hosts. Called by rank 0.
 
-        Rule *two_generations*: the newest two stay, among the acknowledged ones and those named at the takeover. This
-        call decides what goes, so a writer that is overtaken later removes nothing that its successor has named.
+        Rule *two_generations*: the newest two stay, of the acknowledged near saves and the ones listed at the
+        takeover. This call decides what is removed, so a writer that is overtaken later removes nothing that its
+        successor has listed.
         """
         done = self._under_way
         assert done is not None
@@ -188,7 +194,8 @@ class NearTier(NearAtTakeover):
         return Kept(done.order[0], frozenset(each.directory for each in newest((*self._named, *self._kept))))
 
     def keep(self, kept: Kept) -> None:
-        """Remove from this host what an acknowledged near save replaces; only the first rank of each host does."""
+        """Remove the near saves that an acknowledged one replaces from this host; only the first rank of each host
+        does."""
         if self._made is not None:
             self._made = None
             self._remove_others(kept)
@@ -200,18 +207,18 @@ class NearTier(NearAtTakeover):
             self.dir.try_remove(failed)
 
     def void(self) -> None:
-        """Stop naming and keeping near saves, since all may hold ids to be forgotten. Called by rank 0."""
+        """Stop listing and keeping near saves, because all may have ids to be forgotten. Called by rank 0."""
         self._named = self._kept = ()
 
     def clear_together(self, ranks: Ranks, epoch: Callable[[], int]) -> None:
-        """Remove from all hosts what does not count, such as drafts and unfinished near saves. Collective.
+        """Remove everything invalid from all hosts, such as drafts and unfinished near saves. Collective.
 
-        This frees space for new ones: three times the largest is to be enough. Rank 0 calls ``epoch``, which returns
-        the epoch of the takeover once its list is there, or raises.
+        This frees space, so that three times the largest near save is sufficient. Rank 0 calls ``epoch``; it returns
+        the epoch of the takeover once the list is published, or raises.
         """
 
         def kept(_: object) -> Kept:
-            last = epoch()  # first: it makes the list
+            last = epoch()  # first: it publishes the list
             return Kept(last, frozenset(each.directory for each in (*self._named, *self._kept)))
 
         stays = ranks.concluded(lambda: None, kept)
@@ -234,7 +241,7 @@ class NearTier(NearAtTakeover):
                 log.warning("could not remove all of %s/%s: %s", self.dir.storage.url, directory, error)
 
     def _remove_others(self, kept: Kept) -> bool:
-        """Remove other near saves from this host, sealed or not; say whether all are gone."""
+        """Remove other near saves from this host, sealed or not; return whether all are gone."""
         try:
             directories = list(self.dir.directories())
         except OSError as error:

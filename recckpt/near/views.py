@@ -1,4 +1,5 @@
-"""What hosts have of near saves, each by itself and all together, and which count (docs/format.md, section 16)."""
+"""Which files of near saves the hosts have, one by one and together, and which near saves are valid (docs/format.md,
+section 16)."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ class HostView:
 
 
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
-    """Look at the near dirs of all hosts, each by its first rank, which logs failures. Collective."""
+    """Read the near dirs of all hosts; the first rank of each host reads, and logs failures. Collective."""
     is_first = is_first_of_host(near_dir, rank, gather)
     views: list[HostView | None] = gather(HostView(rank, _sealed(near_dir)) if is_first else None)
     return [view for view in views if view is not None]
 
 
 def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
-    """Say whether a rank is the first that sees its near dir; False if the dir cannot be used. Collective."""
+    """Return whether a rank is the first one with its near dir; False if the dir cannot be used. Collective."""
     hosts: list[HostSeen | None] = gather(host_of(near_dir))
     return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 
@@ -56,7 +57,7 @@ def seen(near_dir: NearDir, views: Iterable[HostView]) -> list[SeenSave]:
 
 
 def is_complete(save: Checkpoint, files: Collection[str]) -> bool:
-    """Say whether these are all files of a near save. Rule *all_pieces*."""
+    """Return whether ``files`` are all files of a near save. Rule *all_pieces*."""
     return all(file.name in files for file in save.manifest.files)
 
 
@@ -79,7 +80,7 @@ def _sealed(near_dir: NearDir) -> Sequence[Sealed]:
 
 
 def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList) -> list[Checkpoint]:
-    """Return the near saves that count, each with its parents, newest first; each file of ``saves`` is on some host."""
+    """Return the valid near saves, each with its parents, newest first. Each file of ``saves`` must be on some host."""
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
     # Rules *base_by_save_id* and *parent_is_name*: what it stands on is found as that of a delta is.
@@ -113,10 +114,10 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
 
 
 def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHere]:
-    """Return the near saves of an output dir on this host that count, newest first; takes nothing over.
+    """Return the valid near saves of an output dir on this host, newest first, without a takeover.
 
-    One with only some of its shards here counts as if the other hosts had theirs. Raises CorruptCheckpointError or
-    FormatVersionError if the newest list is damaged, or of a newer recckpt.
+    If only some shards of a near save are here, the other hosts are assumed to have theirs. Raises
+    CorruptCheckpointError or FormatVersionError if the newest list is damaged, or a newer recckpt wrote it.
     """
     here = {each.save.directory: each for each in near_saves_here(NearDir.of(near, storage.url)) if not each.is_lost}
     near_list = last_takeover(storage).near  # rule *list_read_last*

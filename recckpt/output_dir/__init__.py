@@ -1,1 +1,1 @@
-"""What is committed in an output dir, and who may change it."""
+"""Which checkpoints are committed in an output dir, and which process may change it."""

@@ -1,4 +1,4 @@
-"""Finds the checkpoint at a path or URL, and what is left of a damaged one."""
+"""Finds the checkpoint at a path or URL, and the readable rest of a damaged one."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ log = logging.getLogger("recckpt")
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     """Return the committed checkpoint in a directory, with its links; None without a manifest.
 
-    If it is damaged and another of the same name is whole, that one is returned. Raises CheckpointNotFoundError if a
-    writer committed it after losing the output dir, CorruptCheckpointError if it or a link is damaged or a file is
-    missing, FormatVersionError if a newer format wrote it.
+    If the checkpoint is damaged and another one of the same name is intact, return the other one. Raises
+    CheckpointNotFoundError if a writer committed the checkpoint after losing the output dir, CorruptCheckpointError if
+    the checkpoint or a link is damaged or lacks a file, FormatVersionError if a newer format wrote it.
     """
     record = read_manifest(storage, directory)
     if record is None:
@@ -56,7 +56,7 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
         checkpoint = _by_listing(storage, directory, record)
     if checkpoint is not None or problem is None:
         return checkpoint
-    if read_manifest(storage, directory) is None:  # its writer has just removed it
+    if read_manifest(storage, directory) is None:  # the writer has just removed it
         return None
     raise problem
 
@@ -71,15 +71,15 @@ def _by_hints(storage: Storage, directory: str, record: Manifest, takeover: Take
         if any(next(file_problems(storage, name, link.files), None) for name, link in links.items()):
             return None
     except (CorruptCheckpointError, FormatVersionError, OSError):
-        return None  # whatever it is, the listing says it of the link
+        return None  # the listing reports the problem of the link
     whole, _ = chained([Checkpoint(directory, record), *(Checkpoint(name, link) for name, link in links.items())], {})
     return next((c for c in whole if c.directory == directory), None)
 
 
 def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoint | None:
-    """Return what readers take for the name of a checkpoint; None if it was just removed.
+    """Return the checkpoint that readers use for this checkpoint's name; None if it was just removed.
 
-    Raises CorruptCheckpointError or FormatVersionError if it, or a link, is damaged or missing.
+    Raises CorruptCheckpointError or FormatVersionError if the checkpoint or a link is damaged or missing.
     """
     try:
         listing = look_around(storage)
@@ -95,7 +95,7 @@ def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoin
 
 
 def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest) -> CorruptCheckpointError | None:
-    """Return the error of a delta whose links are missing beside it, as after copying it elsewhere."""
+    """Return the error for a delta whose links are missing beside it, for example because only the delta was copied."""
     there = {checkpoint.manifest.name for checkpoint in (*listing.committed, *listing.lost)}
     links = [link.directory for link in record.chain if link.save_id not in there]
     missing = [name for name in links if not has_manifest(storage, name)]
@@ -121,11 +121,11 @@ def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
 def locate_path(path: str) -> tuple[Storage, Checkpoint]:
     """Return the checkpoint at ``path``, or the newest one if ``path`` is an output dir.
 
-    In place of a checkpoint's name, ``latest`` is the newest of its output dir and ``latest~1`` the one before, unless
+    As the name of a checkpoint, ``latest`` means the newest of the output dir, and ``latest~1`` the one before, unless
     a checkpoint has that name.
 
-    Raises CheckpointNotFoundError if there is none, CorruptCheckpointError if all are damaged, FormatVersionError if
-    all were written by a newer recckpt.
+    Raises CheckpointNotFoundError if there is no checkpoint, CorruptCheckpointError if all are damaged,
+    FormatVersionError if a newer recckpt wrote all.
     """
     storage, directory = open_parent(path)
     checkpoint = read_checkpoint(storage, directory)
@@ -145,7 +145,7 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
 
 
 def locate_id(storage: Storage, ckpt_id: str) -> Checkpoint:
-    """As :func:`recckpt.output_dir.listing.locate`; also for ``latest`` and ``latest~N`` if these are not ids."""
+    """As :func:`recckpt.output_dir.listing.locate`; also accepts ``latest`` and ``latest~N`` if these are not ids."""
     try:
         return locate(storage, ckpt_id)
     except CheckpointNotFoundError:
@@ -158,7 +158,7 @@ def locate_id(storage: Storage, ckpt_id: str) -> Checkpoint:
 def counted_back(storage: Storage, name: str) -> Checkpoint | None:
     """Return the checkpoint that ``latest`` or ``latest~N`` means, None for any other name.
 
-    Raises CheckpointNotFoundError if there are not so many.
+    Raises CheckpointNotFoundError if there are too few checkpoints.
     """
     match = _LATEST.fullmatch(name)
     if match is None:
@@ -173,7 +173,7 @@ def counted_back(storage: Storage, name: str) -> Checkpoint | None:
 
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the newest in ``<directory>.<epoch>``, where an id goes on after a crashed attempt or compaction."""
+    """Return the newest of ``<directory>.<epoch>``, the names of later attempts after a crash or a compaction."""
     try:
         names = [name for name in attempt_dirs(storage) if layout.is_later_attempt(name, directory)]
     except OSError:  # of a bucket or directory that may be entered but not listed
@@ -183,15 +183,15 @@ def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
 
 
 def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpointError]]:
-    """Return the checkpoint at a path, or a whole one of its name; of an output dir the newest, damaged or not.
+    """Return the checkpoint at a path, or an intact one of the same name; for an output dir the newest, damaged or not.
 
     Returns:
-        Its storage, the checkpoint, and for an output dir the damage of other manifests, which may be newer.
+        Its storage, the checkpoint, and for an output dir the errors of other manifests, which may be newer.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: its manifest is damaged, so that nothing says what should be there.
-        FormatVersionError: a newer format wrote it, or another one in the output dir.
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: the manifest is damaged, so its contents are unknown.
+        FormatVersionError: a newer format wrote this checkpoint, or another one in the output dir.
     """
     storage, directory = open_parent(path)
     with suppress(CorruptCheckpointError), lost_is_damage(directory):
@@ -240,7 +240,7 @@ def _damage_of(directory: str, error: Damage) -> CorruptCheckpointError:
 
 
 def links_there(storage: Storage, newest: Checkpoint) -> Iterator[Checkpoint | CorruptCheckpointError]:
-    """Yield the links of a checkpoint, newest first, until one is missing or damaged; then its error."""
+    """Yield the links of a checkpoint, newest first. If a link is missing or damaged, yield its error and stop."""
     above = newest.manifest
     yield replace(newest, below=())
     yield from newest.below
@@ -257,7 +257,7 @@ def links_there(storage: Storage, newest: Checkpoint) -> Iterator[Checkpoint | C
 
 
 def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | CorruptCheckpointError:
-    """Return a link, or another checkpoint of its name, preferably without missing files; else the error."""
+    """Return a link, or another checkpoint of the same name, preferably one without missing files; else the error."""
     path, found = layout.join(hint.directory, layout.MANIFEST), "no such file"
     there: Checkpoint | None = None
     try:

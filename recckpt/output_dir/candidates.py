@@ -1,4 +1,4 @@
-"""What a run may start from: the checkpoints of its output dir, and those that guests add."""
+"""The checkpoints that a run may start from: the ones in its output dir, and saves that guests add."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class CandidateFinder:
-    """Finds what a run may start from, newest first: its checkpoints. A guest that has more overrides it.
+    """Finds the checkpoints that a run may start from, newest first. A guest with more candidates overrides this class.
 
     Collective; not thread-safe.
     """
@@ -32,12 +32,12 @@ class CandidateFinder:
     def without_damage(
         self, ranks: Ranks, before: Sequence[Checkpoint], left: Sequence[Checkpoint], needed: Needed
     ) -> Sequence[Checkpoint]:
-        """Return the candidates among ``before`` that remain; ``left`` need nothing that rank 0 knows as damaged."""
+        """Return the candidates of ``before`` that remain; ``left`` lacks those with damage that rank 0 knows of."""
         return left
 
 
 def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints and near saves in one order; all are newest first."""
+    """Merge checkpoints and near saves, both newest first, into one order."""
     together, rest = list[Checkpoint](), list(checkpoints)
     for save in saves:
         while rest and rest[0].manifest.order > save.manifest.order:

@@ -1,4 +1,4 @@
-"""What lies in the directory of one checkpoint: its INTENT, its manifest, and the files that this lists."""
+"""The contents of a checkpoint's directory: its INTENT, its manifest, and the files that the manifest lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recckpt.storage.retry import read_twice
 
 log = logging.getLogger("recckpt")
 _INTENT_BYTES = 1 << 16
-_HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
+_HEAD_BYTES = 4096  # first bytes of a manifest, which contain the name of the format
 Damage = CorruptCheckpointError | FormatVersionError | OSError
 
 
@@ -40,7 +40,7 @@ class Intent:
 
 
 def write_intent(storage: Storage, intent: Intent) -> None:
-    """Mark a directory as this attempt's; FileExistsError if it is another's."""
+    """Mark a directory as belonging to this attempt; FileExistsError if it belongs to another attempt."""
     storage.put_if_absent(layout.join(intent.directory, layout.INTENT), encode_intent(intent))
 
 
@@ -54,7 +54,7 @@ def intent_of(manifest: Manifest) -> bytes:
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
-    """Return which save a directory was made for; None without such a file.
+    """Return the intent of the save that a directory was made for; None without the file.
 
     Raises OSError if the file cannot be read, CorruptCheckpointError if it is damaged.
     """
@@ -73,9 +73,10 @@ def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> 
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:
-    """Return the manifest in a directory, None if there is none of ours; does not check its files.
+    """Return the manifest in a directory; None if there is no manifest of recckpt. Does not check the files.
 
-    Raises CorruptCheckpointError if it is damaged or not a file, FormatVersionError if a newer format wrote it.
+    Raises CorruptCheckpointError if the manifest is damaged or not a file, FormatVersionError if a newer format wrote
+    it.
     """
     return read_twice(storage, layout.join(directory, layout.MANIFEST), partial(_read_manifest, storage, directory))
 
@@ -108,7 +109,7 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def refuse_checkpoint(storage: Storage) -> None:
-    """Raise ValueError if the intended output dir is the directory of a checkpoint, or of a save."""
+    """Raise ValueError if the intended output dir is the directory of a checkpoint or of an unfinished save."""
     is_attempt = False
     with suppress(OSError):
         is_attempt = storage.size(layout.INTENT) >= 0
@@ -120,7 +121,7 @@ def refuse_checkpoint(storage: Storage) -> None:
 
 
 def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
-    """Say whether a manifest is another program's: it does not name our format, and there is no INTENT."""
+    """Return whether another program wrote a manifest: it does not name our format, and there is no INTENT."""
     if not data or f'"{manifest.KIND.format}"'.encode() in data[:_HEAD_BYTES]:
         return False
     try:
@@ -133,10 +134,11 @@ def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
 
 
 class Manifests:
-    """The manifests that a writer has read: each is read once, since manifests never change.
+    """The manifests that a writer has read. Each is read once, because manifests never change.
 
-    A replaced file has another size or stamp in the listing, and is read again. Damage that changes neither goes unseen
-    here; readers keep nothing, so they see it. Several threads may read at a time, from different directories.
+    A replaced file has another size or stamp in the listing, and is read again. Damage that changes neither size nor
+    stamp is not seen here; readers see it, because they keep nothing. Several threads may read in parallel, from
+    different directories.
     """
 
     def __init__(self) -> None:
@@ -151,7 +153,7 @@ class Manifests:
         return names
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
-        """As :func:`read_manifest`; also returns the files of the directory, as far as a listing shows them."""
+        """As :func:`read_manifest`; also returns the files that a listing of the directory shows."""
         listed = listed_files(storage, directory) if self._files is None else self._files.get(directory, {})
         entry = listed.get(layout.MANIFEST)
         known = self._known.pop(directory, None)
@@ -166,15 +168,15 @@ def attempt_dirs(storage: Storage) -> list[str]:
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
-    """Return the files that one listing shows; {} if listing is not permitted: then each has to be asked for."""
+    """Return the files that one listing shows; {} if listing is not permitted, so each file has to be looked up."""
     try:
         return storage.listed(directory)
-    except OSError:  # of a bucket or directory that may be entered but not listed
+    except OSError:  # the bucket or directory may be read but not listed
         return {}
 
 
 def unlisted(files: Iterable[FileEntry], listed: Mapping[str, Listed]) -> list[FileEntry]:
-    """Return the files of a manifest that a listing does not show with their size: listings may lag behind."""
+    """Return the files of a manifest that a listing lacks or shows with another size; listings may lag behind."""
     return [file for file in files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
 
 
@@ -194,9 +196,9 @@ def file_problems(
 
 
 def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | None = None) -> bytes:
-    """Return the bytes of a file after checking its size, which may be ``most``, and its checksum.
+    """Return the bytes of a file after checking its checksum and its size, at most ``most``.
 
-    Raises CorruptCheckpointError if the file is missing, has another size or checksum, or is too large.
+    Raises CorruptCheckpointError if the file is missing, too large, or has another size or checksum.
     """
     path = layout.join(directory, entry.name)
     if most is not None and entry.n_bytes > most:  # before it is read
@@ -205,7 +207,7 @@ def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | N
 
 
 def map_checked(storage: Files, directory: str, entry: FileEntry) -> bytes | memoryview:
-    """As :func:`read_checked`, but a memory map, which takes no memory yet, if the storage has maps."""
+    """As :func:`read_checked`, but return a memory map, which uses no memory yet, if the storage supports maps."""
     path = layout.join(directory, entry.name)
     return read_twice(storage, path, partial(_read_checked, storage, path, entry, storage.map))
 
@@ -224,7 +226,7 @@ def _read_checked(
         if mapped is not None:
             drop_pages(mapped)
         return data
-    del data, mapped  # an error that is kept does not keep a map
+    del data, mapped  # so that a kept error does not keep the map open
     if n_bytes != entry.n_bytes:
         raise CorruptCheckpointError(path, "its size", found=n_bytes, expected=f"{entry.n_bytes} bytes")
     raise CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{entry.xxh3:016x}")

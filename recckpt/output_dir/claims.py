@@ -1,4 +1,4 @@
-"""Who may write to an output dir, by the claims that its writers left there, and what that means for readers.
+"""Claims of writers on an output dir: which writer owns it, and what that means for readers.
 
 Follows "Readers" of the commit protocol (docs/format.md, section 8).
 """
@@ -18,7 +18,7 @@ from recckpt.storage import NotPlainError, Storage, missing
 from recckpt.storage.retry import read_twice
 
 KIND = FileKind("recckpt-owner", 1, "owner_xxh3", 64 << 20)  # part of the format
-_TRIES = 3  # looks, where a list goes before it is read, since a newer one was published
+_TRIES = 3  # attempts if a list is removed before it is read because a newer list was published
 
 
 class Claim(JsonRecord, frozen=True):
@@ -28,18 +28,18 @@ class Claim(JsonRecord, frozen=True):
     nonce: str  # 32 hex digits, unique
     host: str
     pid: Count
-    time: str  # when it made the claim, UTC; for people only
+    time: str  # time of the claim, UTC; for people only
     purpose: str = ""  # the command that writes; "" for training
 
 
 @dataclass(frozen=True)
 class Takeover:
     epoch: int  # of the writer
-    save_ids: frozenset[str]  # what was committed: manifests of older epochs count only if listed here
+    save_ids: frozenset[str]  # committed saves: manifests of older epochs are valid only if listed here
     highest_step: int  # highest step of a directory ``ckpt_<step>`` at this takeover or before; -1 for none
     directories: frozenset[str]  # all other directories
-    run: str  # nonce of the first claim, which identifies the run
-    near: NearList  # which near saves count
+    run: str  # nonce of the first claim, the id of the run
+    near: NearList  # which near saves are valid
 
     def excludes(self, record: Manifest) -> str | None:
         if record.epoch >= self.epoch or record.save_id in self.save_ids:
@@ -50,7 +50,7 @@ class Takeover:
         )
 
     def has_seen(self, directory: str) -> bool:
-        """Say, by the name alone, whether a directory may belong to an earlier writer: later ones never use it."""
+        """Return, by its name, whether a directory may belong to an earlier writer: later ones never use the name."""
         step, epoch = layout.parse_step(directory), layout.parse_step_epoch(directory)
         if step is None:
             return directory in self.directories
@@ -70,7 +70,7 @@ class _List(JsonRecord, frozen=True):
 
 
 def claimed_epochs(storage: Storage) -> list[int]:
-    """Return the epochs of all claims and lists, ascending; a list excludes commits even when its claim is gone."""
+    """Return the epochs of all claims and lists, ascending. A list excludes commits even if its claim is gone."""
     epochs = map(layout.parse_owner_file, storage.list_files(layout.OWNER_DIR))
     return sorted({epoch for epoch in epochs if epoch is not None})
 
@@ -78,11 +78,12 @@ def claimed_epochs(storage: Storage) -> list[int]:
 def last_takeover(storage: Storage) -> Takeover:
     """Return the newest published takeover; errors as of ``read_claim``.
 
-    One that vanishes before it is read has a successor, so it never counts as missing: late commits would count.
+    A takeover that vanishes before it is read has a successor, so the listing is repeated. Treating the takeover as
+    missing would make late commits valid.
     """
     for is_last in (*[False] * (_TRIES - 1), True):
         names = storage.list_files(layout.OWNER_DIR)
-        # Where the last writer is of another format, its list may be yet to come. What it claims only says who it is.
+        # If the last writer has another format, its list may not be published yet. Its claim only identifies it.
         epochs = filter(None, map(layout.parse_owner_file, filter(layout.is_claim, names)))
         with suppress(OSError, CorruptCheckpointError):
             if last_epoch := max(epochs, default=0):

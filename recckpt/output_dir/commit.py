@@ -1,4 +1,4 @@
-"""The beginning and the end of a save: a directory of its own, and the manifest that makes it count.
+"""The beginning and the end of a save: make a new directory, and commit by a manifest.
 
 Follows the commit protocol of docs/format.md, section 7.
 """
@@ -27,11 +27,11 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 def begin(
     storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool, base: str | None
 ) -> tuple[Intent, int]:
-    """Make a directory for a checkpoint that no other attempt has written; return it with its sequence number.
+    """Make a new directory for an attempt at a checkpoint; return its intent and its sequence number.
 
-    Raises CheckpointExistsError if the id is committed and not to be overwritten, WriterFencedError if another writer
-    owns the output dir, ValueError for an invalid id, FileNotFoundError if ``base``, the save id of a delta's parent,
-    has no chain.
+    ``base`` is the save id of a delta's parent. Raises CheckpointExistsError if the id is committed and ``overwrite``
+    is false, WriterFencedError if another writer owns the output dir, ValueError for an invalid id, FileNotFoundError
+    if ``base`` has no complete chain.
     """
     layout.encode_id(ckpt_id)
     fence.hold()
@@ -54,10 +54,10 @@ def begin(
         except FileExistsError:
             continue  # another attempt was faster
         except BaseException:
-            with suppress(OSError):  # it has its first file, or a later owner has removed it
+            with suppress(OSError):  # the dir has its first file, or a later owner has removed it
                 storage.remove_empty_dirs(directory)
             raise
-        fence.check()  # a later owner has seen this directory, or this writer goes no further
+        fence.check()  # either a later owner has seen this directory, or this writer stops here
         return intent, listing.next_seq
     raise AssertionError("the names of attempts have no end")
 
@@ -67,13 +67,13 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
 
     Raises:
         CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
-        OSError: a file does not have the size that was written, the parent of a delta is gone, or the manifest could
-            not be put; nothing is committed.
-        CommitNotDurableError: the manifest is there, or may be, but may not be durable.
-        WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
+        OSError: a file does not have its written size, the parent of a delta is gone, or the manifest could not be
+            stored; nothing is committed.
+        CommitNotDurableError: the manifest exists or may exist, but may not be durable.
+        WriterFencedError: another writer has taken over; this checkpoint is valid only if that writer saw the commit.
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
-    record = manifest.decode(data, path)  # never commit what no reader would accept
+    record = manifest.decode(data, path)  # never commit a manifest that readers would not accept
     check_files(storage, fence, directory, record, visible)
     for subdirectory in layout.subdirectories(file.name for file in record.files):
         storage.sync_dir(layout.join(directory, subdirectory))
@@ -86,11 +86,11 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
         storage.sync_dir("")
         fence.check(is_thorough=True)
     except FileExistsError:
-        raise  # the manifest there is of another call
+        raise  # the existing manifest is from another call
     except OSError as error:
         is_there = _is_there(storage, directory, record)
         if is_there is False:
-            fence.check()  # if a new owner removed this attempt, that is the reason to give
+            fence.check()  # if a new owner removed this attempt, report that as the reason
             raise
         cause = f"{type(error).__name__}: {error}"
         raise CommitNotDurableError(record.ckpt_id, 0, cause, is_in_place=is_there is True) from error
@@ -99,7 +99,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
 
 
 def chain_of(listing: Listing, name: str) -> tuple[Checkpoint, ...]:
-    """Return the links of the checkpoint of this name, newest first; () if its chain is not whole."""
+    """Return the links of the checkpoint of this name, newest first; () if its chain is incomplete."""
     checkpoint = listing.named(name)
     return checkpoint.links if checkpoint else ()
 
@@ -116,7 +116,7 @@ def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
 def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest, visible: RetryPolicy) -> None:
     """Check the size of each file in a manifest.
 
-    Raises OSError if one is missing or has another size; WriterFencedError if a later writer may have removed it.
+    Raises OSError if a file is missing or has another size, WriterFencedError if a later writer may have removed it.
     """
     late = unlisted(record.files, listed_files(storage, directory))
     if late:
@@ -134,11 +134,11 @@ def _is_there(storage: Storage, directory: str, record: Manifest) -> bool | None
 
 
 class Lookout:
-    """Looks for files that another host may have written: a network file system may show them late.
+    """Waits for files that another host may have written, because a network file system may show them late.
 
-    Retries by the policy, whose deadline is for all files together; never if not ``is_patient``. Whenever something is
-    missing, it calls ``check_owner``, which raises if a later writer owns the output dir: that one removes what earlier
-    ones have written.
+    Retries by the policy, with one deadline for all files; without ``is_patient`` there are no retries. If a file is
+    missing, calls ``check_owner``, which raises if a later writer owns the output dir, because that writer removes the
+    files of earlier writers.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Lookout:
             self._operation = f"looking for up to {policy.deadline_sec:g} s for what was written"
 
     def check_size(self, name: str, n_bytes: int) -> None:
-        """Return once a file has its size; OSError if that takes too long, or the file is longer."""
+        """Wait until a file has its size; OSError if that takes too long, or if the file is longer."""
 
         def look() -> None:
             try:
@@ -170,12 +170,12 @@ class Lookout:
         self._retries.call(self._operation, look, again=self._is_patient, url=self._storage.url_of(name))
 
     def check_intent(self, intent: Intent) -> None:
-        """Return once the directory of an attempt is visible here; OSError if that takes too long."""
+        """Wait until the directory of an attempt is visible here; OSError if that takes too long."""
         name = layout.join(intent.directory, layout.INTENT)
 
         def look() -> None:
             present = None
-            with suppress(CorruptCheckpointError):  # half of it can be seen
+            with suppress(CorruptCheckpointError):  # it may be partly visible
                 present = read_intent(self._storage, intent.directory)
             if present is None or present.save_id != intent.save_id:
                 self._check_owner()
@@ -196,4 +196,4 @@ def _find_versions() -> dict[str, str]:
     return versions
 
 
-WRITER = _find_versions()  # once: they are files, and a save does not depend on files of packages
+WRITER = _find_versions()  # once, at import: a save must not depend on files of packages

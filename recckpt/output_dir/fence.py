@@ -1,4 +1,4 @@
-"""One writer at a time: the last to claim an output dir owns it, and earlier ones stop writing.
+"""One writer at a time: the last writer to claim an output dir owns it, and earlier writers stop writing.
 
 Follows steps 0 and 1 of the commit protocol (docs/format.md, section 8).
 """
@@ -42,28 +42,28 @@ _made_at: dict[str, str] = {}  # nonce of a claim of this process -> where its w
 
 
 class NearAtTakeover:
-    """What a new owner says of near saves: by default that none made so far counts any more.
+    """What a new owner declares about near saves. By default, all near saves made so far become invalid.
 
-    Rule *forget_names_none*: so do writers that forget ids, and those that make no near saves.
+    Rule *forget_names_none*: writers that forget ids, and writers without near saves, use this default.
     """
 
     def look(self) -> None:
-        """Look at the near dirs: after the claim, before the output dir is listed (rule *claim_before_list*)."""
+        """Read the near dirs: after the claim, before the output dir is listed (rule *claim_before_list*)."""
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
-        """Return what the list of this takeover says of near saves, whose names will begin with ``by``."""
+        """Return the near saves for the list of this takeover; names of new near saves will begin with ``by``."""
         return replace(before.near, is_void=True)
 
 
 class PassedOn(NearAtTakeover):
-    """A takeover by a tool, which does not train: near saves that counted still count (rule *tools_pass_near_on*)."""
+    """A takeover by a tool that does not train: valid near saves stay valid (rule *tools_pass_near_on*)."""
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
         return before.near
 
 
 class NamesNone(NearAtTakeover):
-    """A takeover by a run that has forgotten ids: near saves count from this takeover on."""
+    """A takeover by a run that has forgotten ids: only near saves made from this takeover on are valid."""
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
         return NearList(by)
@@ -75,12 +75,12 @@ NAMES_NONE = NamesNone()
 
 
 def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> Claim:
-    """Claim an output dir with the next number that no writer and no checkpoint has; RecckptError for a mirror."""
+    """Claim an output dir with the next epoch that no writer and no checkpoint has; RecckptError for a mirror."""
     refuse_mirror(storage)
     while True:
         listing = list_checkpoints(storage, known)
         for error in listing.damaged.values():
-            if isinstance(error, FormatVersionError):  # before there is a claim, which would take it over
+            if isinstance(error, FormatVersionError):  # before the claim, because a claim takes the output dir over
                 raise error
         make_own_dir(storage, layout.OWNER_DIR)
         highest = max([above, *claimed_epochs(storage), listing.highest_epoch])
@@ -95,7 +95,7 @@ def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> 
             continue  # another was faster
         _sync_claims(storage)
         try:
-            refuse_mirror(storage)  # again: a mirror that had not seen the claim may have begun since
+            refuse_mirror(storage)  # again: a mirror that had not seen the claim may have started since
         except RecckptError:
             storage.remove(layout.claim(claim.epoch))
             raise
@@ -126,10 +126,11 @@ def _sync_claims(storage: Storage) -> None:
 
 
 def make_durable(storage: Storage, listing: Listing) -> None:
-    """Sync all that is committed: its writer may have died before it did, and older ones are about to be removed."""
+    """Sync all committed checkpoints before older ones are removed, because their writer may have died before a
+    sync."""
     for checkpoint in listing.committed:
         for subdirectory in layout.subdirectories(file.name for file in checkpoint.manifest.files):
-            with suppress(FileNotFoundError, NotADirectoryError):  # the writer before this one still removes some
+            with suppress(FileNotFoundError, NotADirectoryError):  # the previous writer is still removing some
                 storage.sync_dir(layout.join(checkpoint.directory, subdirectory))
     if listing.committed:
         storage.sync_dir("")
@@ -138,7 +139,8 @@ def make_durable(storage: Storage, listing: Listing) -> None:
 def publish(
     storage: Storage, claim: Claim, listing: Listing, near: NearAtTakeover, clean: frozenset[str] | None = None
 ) -> Takeover:
-    """Publish what is committed, or only ``clean``: late commits and near saves of older writers no longer count."""
+    """Publish the list of committed saves, or only ``clean``: late commits and near saves of older writers become
+    invalid."""
     names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
     adopted = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
     names |= {layout.encode_id(checkpoint.ckpt_id) for checkpoint in adopted}  # the name that its delta may have had
@@ -161,26 +163,28 @@ def publish(
 
 
 class _UnclaimedError(FileNotFoundError):
-    """The claim of a writer is gone, and no other writer has one."""
+    """The claim of this writer is gone, and no other writer has a claim."""
 
 
 class Fence:
-    """A writer's hold on an output dir, which it claims on first use. Not thread-safe, not collective.
+    """A writer's ownership of an output dir, claimed on first use. Not thread-safe, not collective.
 
     Args:
         storage: the output dir.
-        made_at: where in the program the writer was made, for the error of a writer of this process that it fences.
-        purpose: the command that writes, for the error of a writer that it fences; "" for training.
-        near: what it says of near saves when it takes over.
-        seen_before: returns the requests to forget ids that count as seen before :meth:`note_requests` was called; None
-            if this process has read nothing.
+        made_at: source line that made the writer, for the error of a fenced writer of this process.
+        purpose: the command that writes, for the error of a fenced writer; "" for training.
+        near: what to declare about near saves at a takeover.
+        seen_before: returns the requests to forget ids that are taken as seen until :meth:`note_requests` is called;
+            None if this process has read nothing.
 
     Attributes:
-        listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
-        requests_seen: the requests to forget ids whose ids the tables of this process do not contain: those that
-            existed when it last read the output dir, or first took it over, and its own. None without tables.
-        is_settled: whether it has carried out all requests to forget ids, including those of earlier owners.
-        newest_at_takeover: place of the newest checkpoint at its takeover, including damaged ones.
+        listing: the listing of the last :meth:`hold`, updated by this writer's commits and removals since.
+        requests_seen: the requests to forget ids whose ids are not in the tables of this process: requests that
+            existed when the process last read the output dir, or first took it over, and its own requests. None without
+            tables.
+        is_settled: whether this owner has carried out all requests to forget ids, including requests of earlier
+            owners.
+        newest_at_takeover: place of the newest checkpoint at the takeover, including damaged ones.
     """
 
     listing = Listing((), {}, {})
@@ -203,7 +207,7 @@ class Fence:
         self._takeover = NO_TAKEOVER
         self._lost: WriterFencedError | None = None
         self._is_of_recis = False
-        self._used = set[str]()  # directories that this writer has seen or made, even if they are gone
+        self._used = set[str]()  # directories seen or made by this writer, even if removed since
         self._passed_over: set[str] = set()  # directories with an unreadable INTENT
 
     @property
@@ -215,11 +219,12 @@ class Fence:
         return self._claim.nonce if self._claim else ""
 
     def hold(self, *, is_resumed: bool = True) -> None:
-        """Take the output dir over, or check that it is still held, and list what is committed.
+        """Take the output dir over, or check that this writer still owns it; then list the committed checkpoints.
 
-        Without ``is_resumed`` a run began anew: it is warned if it takes over checkpoints of another. If the output dir
-        was removed and made anew, and nobody has claimed it, it is taken over again. Raises WriterFencedError if
-        somebody else has taken it over, FileNotFoundError while it is gone, RecckptError for a mirror.
+        Without ``is_resumed`` the run started from scratch: log a warning if it takes over checkpoints of another run.
+        An output dir that was removed and made again is taken over again, if no other writer has claimed it. Raises
+        WriterFencedError if another writer has taken the output dir over, FileNotFoundError while the dir is gone,
+        RecckptError for a mirror.
         """
         self._storage.check_there()
         if self._claim is None:
@@ -238,7 +243,7 @@ class Fence:
             self._take_over()
 
     def hold_once(self, *, is_resumed: bool) -> None:
-        """Take the output dir over, as :meth:`hold`, if this writer never has; otherwise do nothing."""
+        """Take the output dir over, as :meth:`hold`, if this writer has not done so yet; otherwise do nothing."""
         if self._claim is None:
             self.hold(is_resumed=is_resumed)
 
@@ -274,8 +279,8 @@ class Fence:
             self._claim, self._lost = claim, error
             raise
         remove_older(self._storage, claim.epoch, layout.is_claim)  # first: who finds its own goes on
-        self.check_forgotten()  # another owner may have been asked until now; from now on none can end what it is asked
-        if self.requests_seen is None and not self._purpose:  # a run that began anew has read nothing from here
+        self.check_forgotten()  # again: until now an earlier owner may have taken requests
+        if self.requests_seen is None and not self._purpose:  # a new run has read nothing from here
             seen = self._seen_before()
             self.note_requests(requests(self._storage) if seen is None else seen)
         self._near.look()
@@ -296,7 +301,7 @@ class Fence:
         self._used.update(listing.directories)
 
     def _publish(self, claim: Claim, near: NearAtTakeover, clean: frozenset[str] | None = None) -> Listing:
-        """Publish what is committed, or only ``clean``, and return it; then remove what earlier writers began."""
+        """Publish the list of committed saves, or only ``clean``; return it, and remove attempts of earlier writers."""
         listing = list_checkpoints(self._storage, self._known)
         left = self.leftovers(listing, claim.epoch - 1)
         # Those of the usual names, whose writers died before they wrote the first file.
@@ -315,14 +320,14 @@ class Fence:
         for intent in left:
             rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
         for directory in empty:
-            with suppress(OSError):  # its writer is alive, and has just written there: the next takeover removes that
+            with suppress(OSError):  # its writer is still writing: the next takeover removes it
                 self._storage.remove_empty_dirs(directory)
         return listing
 
     def close_list(self, clean: frozenset[str]) -> None:
-        """Claim the next epoch, and name only these saves: nothing else that was made until now counts any more.
+        """Claim the next epoch, and list only these saves: all other saves made until now become invalid.
 
-        That excludes late commits, offers, copies that somebody puts back from anywhere, and near saves (rule
+        This makes late commits, offers, copies that someone restores, and near saves invalid (rule
         *forget_in_new_epoch*).
 
         Raises:
@@ -344,7 +349,7 @@ class Fence:
         self.look_again()
 
     def check_forgotten(self) -> None:
-        """Raise WriterFencedError if a request to forget ids came after this process read rows from here."""
+        """Raise WriterFencedError if a request to forget ids was made after this process read rows from here."""
         seen = self._seen_before() if self.requests_seen is None else self.requests_seen
         if seen is not None and requests(self._storage).keys() - seen:
             raise WriterFencedError(
@@ -353,7 +358,7 @@ class Fence:
             )
 
     def free_dirs(self, ckpt_id: str) -> Iterator[str]:
-        """Yield names for the directory of an attempt, best first; no other attempt has had or will have them."""
+        """Yield names for the directory of an attempt, best first. No other attempt ever has one of these names."""
         for directory in layout.attempt_dirs(ckpt_id, self.epoch):
             # An earlier writer may still write to a directory that the takeover has seen, though it is gone.
             if directory not in self._used and not self._takeover.has_seen(directory):
@@ -361,20 +366,20 @@ class Fence:
                 yield directory
 
     def leftovers(self, listing: Listing, epoch: int) -> list[Intent]:
-        """Return the attempts of writers up to an epoch that never committed or are half removed.
+        """Return the attempts of writers up to an epoch that were never committed, or are partly removed.
 
         An attempt whose ``INTENT`` is unreadable stays, and is logged once.
         """
         return rotation.leftovers(self._storage, listing, epoch, self._passed_over)
 
     def remove(self, victims: Iterable[Checkpoint], concurrency: int) -> list[str]:
-        """Remove checkpoints in this order, while nobody has taken over; return the removed directories.
+        """Remove checkpoints in this order, while this writer owns the output dir; return the removed directories.
 
-        If one cannot be removed, the links that it stands on stay with it, and so do later ones of its id: otherwise it
-        would be read in their place. Raises as :meth:`check`.
+        If a checkpoint cannot be removed, the links of its chain stay too. Later checkpoints of its id also stay,
+        because otherwise readers would read the old one in their place. Raises as :meth:`check`.
         """
         removed: list[str] = []
-        needed, ids_left = set[str](), set[str]()  # of what could not be removed
+        needed, ids_left = set[str](), set[str]()  # links and ids of checkpoints that could not be removed
         for victim in victims:
             stays = victim.directory in needed or victim.ckpt_id in ids_left
             if not stays:
@@ -389,7 +394,7 @@ class Fence:
         return removed
 
     def write_index(self) -> None:
-        """Write the index file from the listing, unless a run of RecIS has one there, which may begin at any time."""
+        """Write the index file from the listing, unless RecIS has an index file there; RecIS may start at any time."""
         if self._is_of_recis or self.listing.uncommitted:  # one of its checkpoints would be there
             was_of_recis, self._is_of_recis = self._is_of_recis, is_of_recis(self._storage)
             if self._is_of_recis and not was_of_recis:
@@ -398,13 +403,13 @@ class Fence:
             self._storage.replace(layout.INDEX_FILE, layout.encode_index(self.listing.ckpt_ids))
 
     def check(self, *, is_thorough: bool = False) -> None:
-        """Raise if somebody has taken the output dir over.
+        """Raise if another writer has taken the output dir over.
 
-        A new owner removes this writer's claim before it looks at anything, so one look at the claim is enough to go
-        on. A thorough check also looks for claims and lists of others that have just come, or were copied in.
+        A new owner removes this writer's claim before reading anything else, so a look-up of the claim is sufficient.
+        A thorough check also looks for new claims and lists of other writers, and for copied ones.
 
-        Raises WriterFencedError after a takeover, FileNotFoundError if the output dir or all its claims are gone: then
-        this save fails, and the next may work.
+        Raises WriterFencedError after a takeover, FileNotFoundError if the output dir or all its claims are gone; in
+        the latter case this save fails, but the next one may succeed.
         """
         if self._lost is None:
             self._lost = self._why_lost(is_thorough)
@@ -419,7 +424,7 @@ class Fence:
             is_there = self._storage.read(own, 1 << 20) == encode_claim(self._claim)
         if is_there and not is_thorough:
             return None
-        last = max(claimed_epochs(self._storage), default=0)  # asked last, right before the caller acts on the answer
+        last = max(claimed_epochs(self._storage), default=0)  # listed last, right before the caller acts on the result
         if last > self._claim.epoch:
             return _fenced(self._storage, self._claim.epoch, last)
         if is_there:
@@ -433,7 +438,7 @@ class Fence:
 
 
 def check_epoch(storage: Storage, epoch: int) -> None:
-    """Raise WriterFencedError if another writer has taken over since an epoch. Any rank may ask."""
+    """Raise WriterFencedError if another writer has taken over since an epoch. Any rank may call this."""
     last = max(claimed_epochs(storage), default=0)
     if last > epoch:
         raise _fenced(storage, epoch, last)
@@ -442,7 +447,7 @@ def check_epoch(storage: Storage, epoch: int) -> None:
 def _fenced(storage: Storage, own: int, epoch: int) -> WriterFencedError:
     by, since, writes = f"the writer of epoch {epoch}", None, "process"
     remedy = "stop one of the two, or give each an output dir of its own"
-    with suppress(OSError, CorruptCheckpointError, FormatVersionError):  # it only says who
+    with suppress(OSError, CorruptCheckpointError, FormatVersionError):  # the claim only identifies the writer
         claim = read_claim(storage, epoch)
         by, since = f"process {claim.pid} on {claim.host}", claim.time
         if claim.purpose:

@@ -1,6 +1,6 @@
-"""Files that nothing depends on: the index file and the timeline, for people and scripts.
+"""The index file and the timeline: files for people and scripts, on which no code depends.
 
-RecIS has an index file of this name too: its output dirs are recognised, logged, and not touched.
+RecIS has an index file of the same name. An index file of RecIS is recognised, logged, and left unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_OTHERS = {  # a file that is in every checkpoint of a format, and in none of
     "model.safetensors.index.json": "Hugging Face",
     "pytorch_model.bin": "Hugging Face",
 }
-_SHARDS = ".safetensors"  # a directory without other files may have several; each name says how many
+_SHARDS = ".safetensors"  # a directory may have several of these and no other files; each name contains their number
 _FILES_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", _SHARDS, ".parquet", ".arrow", ".feather", ".npy", ".npz")
 _LOOSE_FILES = {  # endings of files that are no checkpoint as they lie there -> what they are, and what helps
     (".distcp",): "torch.distributed.checkpoint writes such, and its .metadata last, which is not here: that save did "
@@ -35,8 +35,8 @@ _LOOSE_FILES = {  # endings of files that are no checkpoint as they lie there ->
 }
 _AS_IT_IS = "`recckpt ls`, `get`, `verify` and `sql`, and recckpt.convert.SourceReader, read it as it is"
 _MAX_BYTES = 1 << 20
-_MISSING, _STALE = "missing", "stale"  # as a crash in a save leaves it, or a save that still runs
-_TIMELINE_BYTES = 1 << 20  # the oldest lines go
+_MISSING, _STALE = "missing", "stale"  # after a crash in a save, or during a save
+_TIMELINE_BYTES = 1 << 20  # beyond this, the oldest lines are dropped
 ENDED = "ended"  # the kind of the line of a run that ended well
 
 
@@ -62,9 +62,10 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
 def warn_of_index(
     storage: Storage, ckpt_ids: Sequence[str], look_again: Callable[[], Sequence[str]] | None = None
 ) -> None:
-    """Log what is wrong with the index file; nothing depends on it, so nothing fails.
+    """Log problems of the index file. No error is raised, because nothing depends on the file.
 
-    ``look_again`` lists the ids anew if another process may be saving: its unfinished update is not a problem.
+    ``look_again`` lists the ids again if another process may be saving, because an unfinished update is not a
+    problem.
     """
     problem = index_problem(storage, ckpt_ids)
     if problem not in ("", _MISSING, _STALE) and look_again:
@@ -129,7 +130,7 @@ def _has(storage: Storage, name: str) -> bool:
 
 
 def append_timeline(storage: Storage, lines: Sequence[str]) -> None:
-    """Add lines, except those that are there already; only the owner of the output dir may.
+    """Add lines that the timeline does not have yet. Only the owner of the output dir may call this.
 
     After an OSError the lines may still have been added.
     """
@@ -144,7 +145,7 @@ def append_timeline(storage: Storage, lines: Sequence[str]) -> None:
 
 
 def read_timeline(storage: Storage) -> list[dict[str, Any]]:
-    """Return the saves in the timeline, oldest first, [] without one; skips lines that are not JSON objects."""
+    """Return the saves in the timeline, oldest first; [] without a timeline. Skips lines that are not JSON objects."""
     try:
         lines = storage.read(layout.TIMELINE, 2 * _TIMELINE_BYTES).splitlines()
     except ABSENT:

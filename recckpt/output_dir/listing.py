@@ -1,4 +1,4 @@
-"""What is committed, decided by manifests alone, and what each delta stands on (docs/format.md, 12.3)."""
+"""Lists the committed checkpoints, by their manifests only, and the chain of each delta (docs/format.md, 12.3)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from recckpt.parallel.threads import run_all
 from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
-# Of a directory: its manifest, or what is wrong with that; and its files, None if they were not listed.
+# Of a directory: its manifest, or the manifest's error; and its files, None if they were not listed.
 _Look = tuple[Manifest | Damage | None, Mapping[str, Listed] | None]
 _GONE = FileNotFoundError()  # removed since its manifest was read
-_LOOKS_AT_ONCE = 16  # at directories of an object store
-_TRIES = 3  # looks, where rotation may have removed meanwhile what a commit has replaced
+_LOOKS_AT_ONCE = 16  # directories of an object store that are read in parallel
+_TRIES = 3  # attempts: rotation may remove a checkpoint while its directory is read
 
 
 def age(directory: str, record: Manifest) -> tuple[object, ...]:
-    """Return the sort key of checkpoints: by place, and within a place by their own commits.
+    """Return the sort key of a checkpoint: its place, then the order of its own commit.
 
-    Of one id readers take the last whole one. Among copies of one manifest ours comes last.
+    For an id, readers use the last intact checkpoint. Among copies of a manifest, the one in its own directory is
+    last.
     """
     own = record.epoch, record.seq
     return record.place, own, record.save_id, layout.is_attempt(directory, record.ckpt_id)
@@ -45,20 +46,21 @@ class Chains:
 
     Args:
         manifests: directory -> its manifest; all that count.
-        damaged: directory -> what is wrong in it by itself; also of directories with unreadable manifests.
+        damaged: directory -> problem in this directory itself; includes directories with unreadable manifests.
 
     Attributes:
-        broken: directory -> what is wrong in it, or in a link that it needs and nothing replaces.
-        is_incomplete: whether a parent is missing; its replacement may have come after the directories were listed.
+        broken: directory -> problem in this directory, or in a link that it needs and that has no replacement.
+        is_incomplete: whether a parent is missing; a replacement may have been committed after the directories were
+            listed.
     """
 
     def __init__(self, manifests: Mapping[str, Manifest], damaged: Mapping[str, Damage]) -> None:
         self.broken = dict(damaged)
         self.is_incomplete = False
         self._manifests = manifests
-        self._below: dict[str, str] = {}  # directory of a delta -> that of the link which it is read on
+        self._below: dict[str, str] = {}  # directory of a delta -> directory of the link below it
         self._n_links: dict[str, int] = {}
-        self._causes = dict(damaged)  # as ``broken``, in the words of the link
+        self._causes = dict(damaged)  # as ``broken``, with the error of the link itself
         self._named: dict[str, list[str]] = {}
         for directory in sorted(manifests, key=lambda each: age(each, manifests[each]), reverse=True):
             self._named.setdefault(manifests[directory].name, []).append(directory)
@@ -67,7 +69,7 @@ class Chains:
                 self._stand(directory)
 
     def named(self, name: str) -> list[str]:
-        """Return the directories of this name that have a chain; readers take the first."""
+        """Return the directories of this name that have a complete chain; readers use the first."""
         return [directory for directory in self._named.get(name, ()) if directory not in self.broken]
 
     def links(self, directory: str) -> tuple[str, ...]:
@@ -184,7 +186,7 @@ class Checkpoint:
 
     @property
     def links(self) -> tuple[Checkpoint, ...]:
-        """What its rows are read from, newest first: itself and its parents."""
+        """The checkpoints from which its rows are read, newest first: itself and its parents."""
         return (self, *self.below)
 
 
@@ -192,9 +194,9 @@ class Checkpoint:
 class Listing:
     """The checkpoints of an output dir, oldest first.
 
-    Ordered by place: what supersedes a checkpoint comes right after it. ``damaged`` also has deltas without a chain,
-    and a damaged file that says who owns the output dir, under its own name. ``unreadable`` is only set by
-    :func:`look_around`.
+    Checkpoints are ordered by place: a superseding checkpoint comes right after the superseded one. ``damaged``
+    includes deltas without a complete chain, and a damaged claim or list, under its own file name. Only
+    :func:`look_around` sets ``unreadable``.
     """
 
     committed: tuple[Checkpoint, ...]  # including overwritten and superseded ones
@@ -209,7 +211,7 @@ class Listing:
 
     @property
     def uncommitted(self) -> list[str]:
-        """The directories without a known manifest: attempts that died or still run, and foreign ones."""
+        """The directories without a known manifest: dead or running attempts, and directories of other programs."""
         known = {checkpoint.directory for checkpoint in self.committed}
         known |= self.damaged.keys() | self.fenced.keys() | self.unreadable.keys()
         return sorted(set(self.directories) - known)
@@ -221,7 +223,7 @@ class Listing:
 
     @property
     def newest_place(self) -> tuple[int, int]:
-        """The place of the newest checkpoint that counts, damaged or not; (0, 0) without one."""
+        """The place of the newest valid checkpoint, damaged or not; (0, 0) without one."""
         return max((checkpoint.manifest.place for checkpoint in (*self.committed, *self.lost)), default=(0, 0))
 
     def plus(self, checkpoint: Checkpoint) -> Listing:
@@ -245,7 +247,7 @@ class Listing:
 
     @property
     def current(self) -> list[Checkpoint]:
-        """The newest checkpoint of each id, which is the one that readers take."""
+        """The newest checkpoint of each id; readers use this one."""
         newest = {checkpoint.ckpt_id: checkpoint for checkpoint in self.committed}
         return [checkpoint for checkpoint in self.committed if newest[checkpoint.ckpt_id] is checkpoint]
 
@@ -265,7 +267,7 @@ class Listing:
         return next((c for c in reversed(self.committed) if c.ckpt_id == ckpt_id), None)
 
     def named(self, name: str) -> Checkpoint | None:
-        """Return what readers take for the checkpoint of this name."""
+        """Return the checkpoint that readers use for this name."""
         best = self.chains.named(name)[:1]
         return next((c for c in self.committed if [c.directory] == best), None)
 
@@ -284,10 +286,11 @@ def list_checkpoints(storage: Storage, known: Manifests | None = None, own: Take
 
     Args:
         storage: the output dir.
-        known: manifests that a writer has read, which are not read again; updated.
-        own: the takeover of a writer that checks afterwards that none is newer; None to read the newest.
+        known: manifests that a writer has already read; they are not read again, and new ones are added.
+        own: the takeover of the calling writer, which checks afterwards that there is no newer one; None to read the
+            newest.
 
-    Raises OSError if the storage failed, or refuses to read a checkpoint.
+    Raises OSError if the storage failed, or denies reading a checkpoint.
     """
     listing = look_around(storage, known, own)
     for error in listing.unreadable.values():
@@ -319,7 +322,7 @@ def look_around(storage: Storage, known: Manifests | None = None, own: Takeover 
 def _list(storage: Storage, looks: Mapping[str, _Look], own: Takeover | None, threads: int) -> tuple[Listing, bool]:
     damaged: dict[str, Damage] = {name: error for name, (error, _) in looks.items() if isinstance(error, Exception)}
     with_manifest = [Checkpoint(name, record) for name, (record, _) in looks.items() if isinstance(record, Manifest)]
-    # After the manifests: a commit in between is only missed, never miscounted.
+    # After the manifests: then a commit in between is missed, but never judged wrongly.
     takeover = _takeover(storage, damaged) if own is None else own
     fenced = {c.directory: reason for c in with_manifest if (reason := takeover.excludes(c.manifest))}
     counted = [c for c in with_manifest if c.directory not in fenced]
@@ -353,7 +356,7 @@ def _list(storage: Storage, looks: Mapping[str, _Look], own: Takeover | None, th
 
 
 def _takeover(storage: Storage, damaged: dict[str, Damage]) -> Takeover:
-    """Return the last takeover; with a damaged list, late commits count: better than losing good ones."""
+    """Return the last takeover. If its list is damaged, late commits are valid: better than losing good ones."""
     try:
         return last_takeover(storage)
     except (CorruptCheckpointError, FormatVersionError) as error:
@@ -364,7 +367,8 @@ def _takeover(storage: Storage, damaged: dict[str, Damage]) -> Takeover:
 def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     """Return the committed checkpoint of an id.
 
-    Raises CheckpointNotFoundError, which lists what there is; CorruptCheckpointError if it is damaged.
+    Raises CheckpointNotFoundError, with a list of the existing ids; CorruptCheckpointError if the checkpoint is
+    damaged.
     """
     listing = list_checkpoints(storage)
     for path, error in listing.damaged.items():
@@ -385,10 +389,10 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
 
 
 def newest_first(storage: Storage) -> list[Checkpoint]:
-    """Return the usable committed checkpoints, [] if nothing was ever saved; logs damaged ones.
+    """Return the usable committed checkpoints, newest first; [] if nothing was ever saved. Logs damaged ones.
 
-    Raises FormatVersionError if a newer recckpt wrote one, which may be the newest; CorruptCheckpointError if all are
-    damaged.
+    Raises FormatVersionError if a newer recckpt wrote a checkpoint, because it may be the newest;
+    CorruptCheckpointError if all are damaged.
     """
     return usable(storage, list_checkpoints(storage))
 

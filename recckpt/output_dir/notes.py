@@ -50,9 +50,9 @@ def _read(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy:
 
 
 class MirrorNote(JsonRecord, frozen=True):
-    url: str  # URL of the run, as the mirror reaches it
+    url: str  # URL of the run, as used by the mirror
     run: str  # nonce of the run's first claim, which identifies it; "" without claims
-    nonce: str  # 32 hex digits of this mirror process; another one puts its own
+    nonce: str  # 32 hex digits, unique to this mirror process
     host: str
     pid: Count
     time: str  # when it began, UTC; for people only
@@ -66,12 +66,12 @@ def put_mirror_note(storage: Storage, note: MirrorNote) -> None:
 
 
 def mirror_note(storage: Storage) -> MirrorNote | None:
-    """Return the note of a mirror; None if an output dir is not one. Raises an error if the note is damaged."""
+    """Return the note of a mirror; None if an output dir is not a mirror. Raises an error if the note is damaged."""
     return _read(storage, layout.MIRROR, _MIRROR, MirrorNote, _MIRROR_REMEDY)
 
 
 def refuse_mirror(storage: Storage) -> None:
-    """Raise RecckptError if an output dir is a mirror: the next pass would remove what is saved there."""
+    """Raise RecckptError if an output dir is a mirror, because the next pass would remove new saves there."""
     note = mirror_note(storage)
     if note is not None:
         raise RecckptError(
@@ -85,7 +85,7 @@ class NearHost(JsonRecord, frozen=True):
     host: str  # id in its near dir
     name: str  # of the machine, for people
     path: str  # of its near dir
-    damage: str = ""  # why its note cannot be read; then name and path are ""
+    damage: str = ""  # why the note cannot be read; then name and path are ""
 
     @property
     def shown(self) -> str:
@@ -102,7 +102,7 @@ def note_near_host(storage: Storage, host: NearHost) -> None:
 
 
 def one_of_the_hosts(storage: Storage) -> tuple[NearHost | None, int]:
-    """Return one of the noted hosts, None without any, and how many there are; reads one note."""
+    """Return one of the noted hosts (None without any), and the number of noted hosts; reads only one note."""
     paths = _paths_of_hosts(storage)
     return _read_or_damage(storage, paths[0]) if paths else None, len(paths)
 

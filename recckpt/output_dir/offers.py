@@ -1,6 +1,6 @@
-"""Offers of compactors: complete manifests, which the owner of the output dir may commit (format.md, 12.6).
+"""Offers of compactors: complete manifests that the owner of the output dir may commit (format.md, 12.6).
 
-An offer belongs to the epoch under which its compactor began: later owners remove it, as they do any attempt.
+An offer belongs to the epoch in which its compactor started. Later owners remove it, like any unfinished attempt.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _look_at(storage: Storage, directory: str) -> Offer:
 
 
 def why_not(offer: Offer, epoch: int, listing: Listing) -> str | None:
-    """Return why the owner of an epoch must not adopt an offer, None if it may. Pure."""
+    """Return why the owner of an epoch must not adopt an offer; None if the owner may adopt it. Pure."""
     if offer.record is None or offer.problem:
         return offer.problem
     return next(_reasons_against(offer.record, epoch, listing), None)
@@ -81,10 +81,10 @@ def delta_of(record: Manifest, listing: Listing) -> Checkpoint | None:
 
 
 def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy) -> list[Checkpoint]:
-    """Commit the offers that fit, as the owner of the output dir; return their checkpoints.
+    """Commit the offers that can be adopted, as the owner of the output dir; return their checkpoints.
 
-    Errors are logged, except WriterFencedError, after which the caller no longer owns the output dir. Removes nothing:
-    the manifest may be there.
+    Errors are only logged, except WriterFencedError: then the caller no longer owns the output dir. After an error
+    nothing is removed, because the manifest may have been written.
     """
     adopted = []
     for offer in offers_in(storage, fence.listing):

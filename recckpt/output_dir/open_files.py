@@ -1,4 +1,4 @@
-"""Files that their writer may remove while they are read: they are opened first, or looked for again."""
+"""Files that their writer may remove while they are read: opens them first, or locates their successors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recckpt.storage.local_files import map_copy
 from recckpt.storage.transfers import WorkDir
 
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
-_CHAIN_MAPS = 3  # times as many for all links of a chain
+_CHAIN_MAPS = 3  # limit for all links of a chain together, as a multiple
 _T = TypeVar("_T")
 log = logging.getLogger("recckpt")
 _LOOKS_AGAIN = 3
@@ -27,13 +27,13 @@ _Result = TypeVar("_Result")
 
 
 class OpenFiles:
-    """Files of one checkpoint, mapped if the storage has maps: then they stay readable after removal.
+    """Files of one checkpoint. If the storage supports memory maps, they are mapped, and stay readable after removal.
 
-    On other storage a file may be gone when it is read. Then every method raises CheckpointRemovedError if the manifest
-    is gone too, otherwise CorruptCheckpointError. Thread-safe.
+    On other storage a file may be gone when it is read. In that case every method raises CheckpointRemovedError if the
+    manifest is gone too, otherwise CorruptCheckpointError. Thread-safe.
 
-    ``sizes`` has the bytes of each file by the manifest. The ``first`` files are opened at once; None for all.
-    ``n_links`` checkpoints are open at a time, as links of a chain.
+    ``sizes``: file -> bytes according to the manifest. The ``first`` files are opened immediately; None for all files.
+    ``n_links`` checkpoints, the links of a chain, are open together.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class OpenFiles:
             self._maps[path] = mapped
 
     def twin(self) -> OpenFiles:
-        """Return a second object on the same open files; closing one leaves the other open."""
+        """Return a second object on the same open files; closing one object leaves the other open."""
         twin = copy.copy(self)
         twin._maps = dict(self._maps)
         return twin
 
     def close(self) -> None:
-        """Release all files; a map lives until the last view of it is released."""
+        """Release all files; a memory map lives until its last view is released."""
         self._maps = {}
 
     def open(self, name: str) -> BinaryIO:
@@ -91,7 +91,7 @@ class OpenFiles:
         return bytes(mapped[begin : begin + max_bytes])
 
     def drop_cached(self, name: str) -> bool:
-        """Drop the copy of a file, if it is one; say whether the file is remote, as :class:`Storage` does."""
+        """Drop the local copy of a file, if any; return whether the file is remote, as :class:`Storage` does."""
         is_remote = self._storage.drop_cached(name)
         if is_remote:
             self._maps.pop(name, None)
@@ -101,9 +101,9 @@ class OpenFiles:
         return self._storage.threads(requested)
 
     def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:
-        """Copy files without a map to a directory of this host, and read the copies from now on.
+        """Copy files that are not memory-mapped to a directory of this host, and read the copies from now on.
 
-        Raises OSError if one cannot be read or the download dir has no room for them all.
+        Raises OSError if a file cannot be read, or the download dir has too little space for all.
         """
         absent = [name for name in names if name not in self._maps]
         download_dir.check_room(sum(self._sizes[name] for name in absent))
@@ -126,7 +126,8 @@ class OpenFiles:
             raise self._missing(path, error) from error
 
     def _missing(self, path: str, error: OSError) -> RecckptError:
-        """Return why a file is not there; rotation removes the manifest first."""
+        """Return the error for a missing file: removed if the manifest is gone too, because rotation removes it
+        first."""
         try:
             if not isinstance(error, NotPlainError):
                 self._storage.size(layout.join(self._directory, layout.MANIFEST))
@@ -192,21 +193,22 @@ def first_whole(
     instead: Callable[[_Located, CorruptCheckpointError], _Located | None] = lambda located, error: None,
     first: _Located | None = None,
 ) -> _Result:
-    """Locate a checkpoint and use it; look again if its writer removes it meanwhile, or if it is damaged.
+    """Locate a checkpoint and use it. If its writer removes it meanwhile, or if it is damaged, locate again.
 
-    Ranks that act together all call this: ``locate`` and ``instead`` return the same on all of them, and an error of
-    ``use`` on one of them is raised on all, so that all look again alike.
+    If ranks act together, all must call this: ``locate`` and ``instead`` must return the same on all ranks, and
+    ``use`` must raise an error of one rank on all ranks, so that all ranks repeat the same steps.
 
     Args:
-        locate: returns what is there now.
-        use: may be called again; it has to undo or repeat what it has done so far.
-        instead: returns what to use in place of what an error names as damaged, such as another of its name; or None.
-        first: what was located already.
+        locate: returns the checkpoint that exists now.
+        use: may be called several times; each call must undo or repeat the work of the previous call.
+        instead: returns a replacement for the damaged checkpoint that an error names, such as another one of its name;
+            or None.
+        first: the result of an earlier ``locate``, used for the first attempt.
 
     Raises:
-        CheckpointNotFoundError: there was nothing at the first look.
-        CheckpointRemovedError: what was located was removed before it was read, each of four times.
-        CorruptCheckpointError: there is nothing to use in place of what is damaged.
+        CheckpointNotFoundError: the first ``locate`` found nothing.
+        CheckpointRemovedError: in each of four attempts, the located checkpoint was removed before it was read.
+        CorruptCheckpointError: there is no replacement for the damaged checkpoint.
     """
     located, removed, n_left = first, None, _LOOKS_AGAIN
     while True:

@@ -1,6 +1,7 @@
-"""Which checkpoints are removed, and how: the manifest first, so that no reader trusts what a crash leaves.
+"""Decides which checkpoints are removed, and removes them: the manifest first, so that no reader trusts a partly
+removed one.
 
-Pinned ones stay, each by a small file, so that any process may pin.
+Pinned checkpoints stay. A pin is a small file, so that any process may pin.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ def expired(
     step_prefix: str = layout.STEP_PREFIX,
     near_bases: Collection[str] = (),
 ) -> list[Checkpoint]:
-    """Return the checkpoints to remove, in this order: those that no remaining checkpoint is read from.
+    """Return the checkpoints to remove, in order of removal. No remaining checkpoint is based on them.
 
-    Whatever the policy says, these stay: the newest of all; pinned ones; the newest that a manager made (a save by hand
-    removes nothing that a run resumes from); and copies that a person made under another name. An ephemeral checkpoint
-    stays only while it is the newest of all; the policy does not see it. Parents of others stay and do not count.
-    Damaged and fenced checkpoints neither count nor go, except a damaged one with a whole replacement, if one of the
-    two was compacted.
+    Whatever the policy says, these stay: the newest of all; pinned ones; the newest that a manager made (so a manual
+    save never removes the checkpoint from which a run resumes); and copies that a person made under another name. An
+    ephemeral checkpoint stays only while it is the newest of all; the policy does not see it. Parents of remaining
+    checkpoints stay, and are not counted. Damaged and fenced checkpoints are neither counted nor removed, except a
+    damaged one with an intact replacement, if one of the two was compacted.
 
-    ``base`` is the save id of the checkpoint that the writer counts changes from; ``near_bases`` are those of the
-    parents of near saves that may be restored. ``step_prefix`` begins the ids that a manager gives.
+    ``base`` is the save id of the checkpoint since which the writer counts changes. ``near_bases`` are the save ids of
+    the parents of restorable near saves. ``step_prefix`` is the prefix of ids made by a manager.
     """
     kept = chosen(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
     stay = listing.chains.closure([*(c.manifest.name for c in kept), *([base] if base else []), *near_bases])
@@ -65,23 +66,23 @@ def chosen(
     of_policy = [checkpoint for checkpoint in regular if checkpoint.ckpt_id in wanted_ids]
     of_steps = [checkpoint for checkpoint in regular if layout.step_of_id(checkpoint.ckpt_id, step_prefix) is not None]
     kept = [*current[-1:], *of_steps[-1:], *of_policy, *(c for c in current if c.ckpt_id in pinned)]
-    if len(of_policy) > 1 and regular[-1].below:  # one flipped bit of the newest full one must not take all
+    if len(of_policy) > 1 and regular[-1].below:  # so that a flipped bit in the newest full one does not lose all
         newest_full = regular[-1].links[-1].directory
         kept += [c for c in regular if c.links[-1].directory != newest_full][-1:]
     return kept
 
 
 def _is_replaced(damaged: Checkpoint, listing: Listing) -> bool:
-    """Say whether readers have another checkpoint of a damaged one's name, and one of the two is compacted."""
+    """Return whether a damaged checkpoint has an intact replacement of its name, and one of the two is compacted."""
     there = listing.named(damaged.manifest.name)
     is_ours = layout.is_attempt(damaged.directory, damaged.ckpt_id)
     return is_ours and there is not None and (damaged.manifest.is_compacted or there.manifest.is_compacted)
 
 
 def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
-    """Return them in the order of removal: always one that none of the remaining others stands on.
+    """Return checkpoints in the order of removal: no remaining checkpoint is ever based on a removed one.
 
-    Among these first those that readers do not take, then the earliest: after a crash no superseded one is read.
+    Checkpoints that readers do not use go first, then the earliest, so that after a crash no superseded one is read.
     """
     taken = {c.directory for c in listing.current}
     ages = {c.directory: (c.directory in taken, age(c.directory, c.manifest)) for c in gone}
@@ -100,14 +101,14 @@ def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
 
 
 def sync_superseders(storage: Storage, listing: Listing, gone: Sequence[Checkpoint]) -> None:
-    """Make superseding checkpoints durable before others go, even if they go too: others stand on them until then."""
+    """Make superseding checkpoints durable before any removal, even if they go too: others are based on them."""
     superseders = [c.directory for c in listing.committed if c.manifest.supersedes]
     for directory in [*superseders, ""] if superseders and gone else []:
         storage.sync_dir(directory)
 
 
 def pin(storage: Storage, ckpt_id: str) -> None:
-    """Keep a checkpoint, whatever the policy says; CheckpointNotFoundError if it is not there, or no longer."""
+    """Keep a checkpoint, whatever the policy says; CheckpointNotFoundError if it does not exist (any more)."""
     locate(storage, ckpt_id)
     make_own_dir(storage, layout.PINS_DIR)
     with suppress(FileExistsError):
@@ -125,10 +126,10 @@ def pinned_ids(storage: Storage) -> set[str]:
 
 
 def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[str] | None = None) -> list[Intent]:
-    """Return the attempts that never committed or are half removed, by writers up to ``epoch``.
+    """Return the attempts of writers up to ``epoch`` that were never committed, or are partly removed.
 
-    Those writers must be dead, or be the caller between two saves. A directory with an unreadable ``INTENT`` holds
-    nothing that counts: it is logged, skipped, and added to ``passed_over``, which are not looked at again.
+    These writers must be dead, or be the caller between two saves. A directory with an unreadable ``INTENT`` is not a
+    valid checkpoint. It is logged, skipped, and added to ``passed_over``: directories that are not checked again.
     """
     passed_over = set() if passed_over is None else passed_over
     leftovers = []
@@ -137,7 +138,7 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
             continue
         try:
             intent = read_intent(storage, directory)
-            if intent is None and layout.is_offer_dir(directory):  # its compactor writes on where it was removed
+            if intent is None and layout.is_offer_dir(directory):  # its compactor goes on writing after a removal
                 intent = Intent(directory, 0, "", None, is_offer=True)
             if intent is not None and intent.epoch <= epoch and not has_manifest(storage, directory):
                 leftovers.append(intent)
@@ -155,7 +156,7 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
 
 
 def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
-    """Remove what recckpt wrote of a checkpoint; say whether its manifest is gone. Failures are logged."""
+    """Remove recckpt's files of a checkpoint; return whether the manifest is gone. Failures are logged."""
     is_gone = False
     try:
         storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: readers trust nothing without it
@@ -168,7 +169,7 @@ def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
 
 
 def remove_leftover(storage: Storage, directory: str, concurrency: int) -> None:
-    """Remove what an attempt without a manifest wrote; a failure is logged and tried again at the next save."""
+    """Remove the files of an attempt without a manifest. A failure is logged, and retried at the next save."""
     try:
         _remove_files(storage, directory, (), concurrency)
         log.info("removed %s/%s, which was never finished", storage.url, directory)
@@ -177,9 +178,9 @@ def remove_leftover(storage: Storage, directory: str, concurrency: int) -> None:
 
 
 def abandon(storage: Storage, directory: str) -> None:
-    """Remove what a failed attempt wrote to free its space; a failure is logged.
+    """Remove the files of a failed attempt to free their space. A failure is logged.
 
-    INTENT stays until the next save: all ranks must have left the directory before its name is free.
+    INTENT stays until the next save, because the name must not be free before all ranks have left the directory.
     """
     try:
         names = storage.list_files(directory)
@@ -191,7 +192,7 @@ def abandon(storage: Storage, directory: str) -> None:
 
 
 def _remove_files(storage: Storage, directory: str, listed: Collection[str], concurrency: int) -> None:
-    """Remove our files, INTENT last: it says whose leftover this is. Then remove the directory if it is empty."""
+    """Remove our files, INTENT last, because it identifies the leftover. Then remove the directory if it is empty."""
     names = [name for name in storage.list_files(directory) if name in listed or layout.is_ours(name)]
     paths = [layout.join(directory, name) for name in names if name != layout.INTENT]
     run_all(storage.remove, paths, storage.threads(concurrency))  # of 1,024 ranks, 11,000 requests
@@ -203,9 +204,9 @@ def _remove_files(storage: Storage, directory: str, listed: Collection[str], con
 def deletable(
     listing: Listing, ckpt_id: str, pinned: Collection[str], place: str, near_bases: Collection[str] = ()
 ) -> list[Checkpoint]:
-    """Return all that is committed under an id, in the order of removal: what it superseded must not come back.
+    """Return all committed checkpoints of an id, in the order of removal, because a superseded one must not reappear.
 
-    Raises CheckpointInUseError if it must stay; ``near_bases`` as of :func:`expired`.
+    Raises CheckpointInUseError if the id must stay; ``near_bases`` as of :func:`expired`.
     """
     victims = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id == ckpt_id]
     reason = _reason(listing, victims, ckpt_id, pinned)
@@ -217,7 +218,7 @@ def deletable(
 
 
 def _reason(listing: Listing, victims: Collection[Checkpoint], ckpt_id: str, pinned: Collection[str]) -> str | None:
-    """Say why an id must stay, and what to do; None if it may go."""
+    """Return why an id must stay, and what to do; None if the id may be removed."""
     directories = {victim.directory for victim in victims}
     others = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id != ckpt_id]
     standing = [c.ckpt_id for c in others if directories & {link.directory for link in c.below}]

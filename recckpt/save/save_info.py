@@ -155,8 +155,7 @@ class SaveInfo:
 
     @property
     def max_blocked_sec(self) -> float:
-        """``blocked_sec`` of the rank that waited longest, once all ranks have written; in a blocking save, of this
-        rank."""
+        """``blocked_sec`` of the slowest rank, once all ranks have written; in a blocking save, of this rank."""
         return max(self.blocked_sec, self._others_blocked_sec)
 
     def note(self, **values: Any) -> None:

@@ -114,8 +114,7 @@ def _rests(optimizer: Optimizer, before: Sequence[Any], now: Sequence[Any]) -> b
 
 
 def _is_scheduled(optimizer: Optimizer, *, has_moved: bool) -> bool:
-    """Return whether a scheduler sets the rates: torch's wrap ``step``; others note ``initial_lr`` and change
-    ``lr``."""
+    """Return whether a scheduler sets the rates: torch's wrap ``step``; others set ``initial_lr`` and ``lr``."""
     if any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in layers(optimizer)):
         return True
     return has_moved and any("initial_lr" in group for group in groups_of(optimizer))
