@@ -1,1 +1,1 @@
-"""What the bytes mean: names on disk, manifest, catalog, tensor index, checksums. No I/O."""
+"""The file format: names on disk, manifest, catalog, tensor index, checksums. No I/O."""

@@ -1,4 +1,4 @@
-"""How ids are spread over ranks and ordered in files, and sets of ids. Imports numpy only."""
+"""Assigns ids to ranks, and orders ids in files, by hash. Imports numpy only."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def bucket_of(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def random_odds(first: int, n: int) -> npt.NDArray[np.uint64]:
-    """Return ``n`` random odd 64-bit numbers, from number ``first`` of the sequence on: odd factors lose no bits."""
+    """Return ``n`` random odd 64-bit numbers, from index ``first`` of the sequence. Multiplying by an odd number loses
+    no bits."""
     odds: npt.NDArray[np.uint64] = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
     return odds
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Half-open range [begin, end) of ``size`` equal parts of the hashed id space."""
+    """The parts [begin, end) of the hashed id space, which is divided into ``size`` equal parts."""
 
     begin: int  # first part that is inside
     end: int  # first part after it
@@ -58,7 +59,7 @@ class Slice:
 
     @property
     def is_everything(self) -> bool:
-        """Whether every id is inside."""
+        """Whether the slice contains every id."""
         return self.begin == 0 and self.end == self.size
 
     @overload
@@ -66,7 +67,7 @@ class Slice:
     @overload
     def owns(self, ids: Tensor) -> Tensor: ...
     def owns(self, ids: Any) -> Any:
-        """Return a bool mask of the shape of ``ids``: which of them lie in this slice."""
+        """Return a bool mask of the shape of ``ids``: True for ids in this slice."""
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(ids, torch.Tensor):
             return torch.from_numpy(self.owns(ids.cpu().contiguous().numpy())).to(ids.device)
@@ -75,7 +76,7 @@ class Slice:
 
     @property
     def buckets(self) -> tuple[int, int]:
-        """The buckets [begin, end) that are inside."""
+        """The range [begin, end) of buckets in this slice."""
         return -(-self.begin * N_BUCKETS // self.size), -(-self.end * N_BUCKETS // self.size)
 
     def meets(self, begin: int, end: int) -> bool:
@@ -108,7 +109,7 @@ def distinct(*values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def repeated(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the values that occur more than once, each once, ascending."""
+    """Return the duplicated values, each once, ascending."""
     ordered = np.sort(values)
     return distinct(ordered[1:][ordered[1:] == ordered[:-1]])
 

@@ -63,7 +63,8 @@ class Part(JsonRecord, frozen=True, dict=True):
         return np.array([batch.rows for batch in self.batches], np.int64)
 
     def batch_ends(self, widths: tuple[int, ...], head_bytes: int) -> npt.NDArray[np.int64]:
-        """Return where each batch of the file ends: columns of these widths, padded to words, behind a head."""
+        """Return the end offset of each batch in the file. A batch is a head and columns of these widths, padded to
+        words."""
         key = widths, head_bytes
         if key not in self._batch_ends:  # of all readers of the part: each table has its own
             bodies = sum(-(-width * self.rows // 8) * 8 for width in widths)
@@ -83,7 +84,7 @@ class Catalog(JsonRecord, frozen=True, dict=True):
 
     @cached_property
     def buckets(self) -> tuple[int, int]:
-        """The buckets [begin, end) that its batches lie in, (0, 0) without any."""
+        """The range [begin, end) of buckets that its batches cover; (0, 0) without batches."""
         ranges = [batch.buckets for part in self.parts for batch in part.batches]
         return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
 
@@ -99,13 +100,14 @@ class Catalog(JsonRecord, frozen=True, dict=True):
         return counts
 
     def parts_of(self, table: str, kind: PartKind | None = None) -> Iterator[tuple[Part, list[int]]]:
-        """Yield the parts with rows or deletes of a table, and the numbers of its batches; None for either kind."""
+        """Yield (part, indices of the table's batches) for each part with rows or deletes of a table; ``kind=None``
+        for both."""
         parts = self._by_table.get(table, ())
         return ((part, numbers) for part, numbers in parts if kind in (None, part.holds))
 
     @cached_property
     def _by_table(self) -> Mapping[str, Sequence[tuple[Part, list[int]]]]:
-        """Table -> its parts, found at once: a reader of all tables asks for each."""
+        """Table -> its parts, computed once for all tables, because a reader of all tables asks for each."""
         tables: dict[str, list[tuple[Part, list[int]]]] = {}
         for part in self.parts:
             numbers: dict[str, list[int]] = {}
@@ -131,7 +133,7 @@ def id_ranges(parts: Iterable[Part]) -> dict[str, IdRange]:
 
 
 class _BatchFields(JsonRecord, frozen=True):
-    table: Count  # its number in the dictionary
+    table: Count  # its index in the dictionary
     rows: PositiveCount
     buckets: Buckets
     ids: IdRange
@@ -162,8 +164,8 @@ def encode(catalog: Catalog) -> bytes:
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     """Return the catalog in ``data``, checked against its manifest.
 
-    Raises CorruptCheckpointError if it is not a whole catalog of this shard of this save, FormatVersionError if a newer
-    format wrote it.
+    Raises CorruptCheckpointError if ``data`` is not a complete catalog of this shard of this save, FormatVersionError
+    if a newer format wrote it.
     """
     of = (manifest.save_id, shard, len(manifest.shards))
     document = open_of_shard(data, path, KIND, of)
@@ -186,7 +188,7 @@ def _part_json(part: Part) -> str:
 
 
 def _batch_json(batch: Batch, table: int, names: Mapping[str, str]) -> str:
-    """Return what ``json.dumps`` would, in half the time: a rank of 100 GB has 12,800 batches."""
+    """Return the same JSON as ``json.dumps``, in half the time, because a rank of 100 GB has 12,800 batches."""
     sums = ", ".join(f'{names[name]}: "{value:016x}"' for name, value in batch.xxh3.items())
     head = f'{{"table": {table}, "rows": {batch.rows}, "buckets": {list(batch.buckets)}, "ids": {list(batch.ids)}'
     return f'{head}, "xxh3": {{{sums}}}}}'
@@ -212,7 +214,7 @@ def _part(document: Document, where: str, part: _PartFields, manifest: Manifest)
     columns = {"table", "id", *(slot.name for slot in slots or ())}
     batches = tuple(_batch(document, f"{where}.batches[{n}]", b, part, columns) for n, b in enumerate(part.batches))
     value_bytes = sum(batch.rows for batch in batches) * (2 + 8 + sum(slot.row_bytes for slot in slots or ()))
-    if value_bytes > part.n_bytes:  # or the loader would make room for rows that are not there
+    if value_bytes > part.n_bytes:  # otherwise the loader would allocate memory for rows that do not exist
         found = f"rows of {value_bytes} bytes"
         raise document.wrong(f"{where}.batches", found, f"less than the {part.n_bytes} of the file")
     return Part(part.file, part.n_bytes, part.frame, part.tables, batches, holds)

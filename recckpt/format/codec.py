@@ -70,14 +70,15 @@ else:
 
 
 class JsonRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a JSON object. Those equal to their default are not written; unknown ones are ignored when read."""
+    """The fields of a JSON object. Fields equal to their default are not written; unknown fields are ignored when
+    read."""
 
     def but(self: _R, **changes: Any) -> _R:
         return msgspec.structs.replace(self, **changes)
 
 
 class _UnfitError(ValueError):
-    """A string without the required form; args: what was found, what was expected."""
+    """A string does not have the required form; args: found, expected."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ class FileKind:
     max_bytes: int
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:
-        """Return a file with these fields, one a line; the last is the checksum of all before it."""
+        """Return a file with one field per line; the last field is the checksum of all bytes before it."""
         return seal({"format": self.format, "version": self.version, "reader": READER, **fields}, self.seal)
 
     def open(self, data: bytes, path: str) -> Document:
         """Return the JSON object of a file.
 
-        Raises CorruptCheckpointError if it is of another kind or damaged, FormatVersionError if a newer version wrote
-        it. That is checked before the seal, which may have changed too.
+        Raises CorruptCheckpointError if the file is damaged or of another kind, FormatVersionError if a newer version
+        wrote it. The version is checked before the seal, because a newer version may seal in another way.
         """
         if len(data) > self.max_bytes:
             raise CorruptCheckpointError(path, "its size", found=f"over {self.max_bytes} bytes", expected="less")
@@ -112,13 +113,13 @@ class FileKind:
 
 
 def seal(values: Mapping[str, Any], key: str) -> bytes:
-    """Return a JSON object, one field a line; the last, ``key``, is the checksum of all before it."""
+    """Return a JSON object with one field per line; the last field, ``key``, is the checksum of all bytes before it."""
     body = ("{\n" + ",\n".join(f"  {_dumps(name)}: {_lines(value)}" for name, value in values.items())).encode()
     return body + b',\n  "%s": "%016x"\n}\n' % (key.encode(), xxhash.xxh3_64_intdigest(body))
 
 
 def check_seal(data: bytes, key: str, path: str) -> None:
-    """Raise CorruptCheckpointError if the checksum ``key`` at the end of a file is not that of the rest."""
+    """Raise CorruptCheckpointError if the checksum ``key`` at the end of a file does not match the rest of the file."""
     size = _SEAL_BYTES + len(key)
     match = _SEAL.fullmatch(data[-size:])
     if match is None or match[1] != key.encode():
@@ -140,7 +141,7 @@ def parse(data: bytes, path: str) -> Document:
         if b"\\" not in data:  # no string has a quote in it, so that quotes come in pairs
             framing = data.translate(None, _NO_FRAMING).replace(b'""', b"")
         steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", framing))
-        if any(depth > MAX_DEPTH for depth in accumulate(steps)):  # before the parser recurses into it
+        if any(depth > MAX_DEPTH for depth in accumulate(steps)):  # before the recursive parser sees it
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
         value = json.loads(
             text,
@@ -160,13 +161,13 @@ def parse(data: bytes, path: str) -> Document:
 
 
 class Document:
-    """A JSON object that was parsed, and its errors. ``path`` is the file that it was read from."""
+    """A parsed JSON object, which raises errors about ``path``, the file that it was read from."""
 
     def __init__(self, values: dict[str, Any], path: str, data: bytes) -> None:
         self.values, self.path, self._data = values, path, data
 
     def read(self, kind: type[_T], key: str = "") -> _T:
-        """Return the record in it, or in one of its fields.
+        """Return the record in this object, or in its field ``key``.
 
         CorruptCheckpointError names the field that is missing or wrong. If an intact file lacks a field, an older
         format wrote it:
@@ -237,7 +238,7 @@ class Document:
         return self.wrong(where, repr(value), expected if "Expected" in text else "a number that a double can hold")
 
     def _first_unfit(self, values: dict[str, Any], root: object, kind: type, message: str) -> str:
-        """Return the first key of an object whose value is refused; values are decoded in their order."""
+        """Return the first key of an object whose value is invalid; values are decoded in order."""
         items = list(values.items())
 
         def is_refused(n_items: int) -> bool:
@@ -270,7 +271,7 @@ def _fields_with_sums(kind: type) -> list[tuple[str, str]]:
 
 
 def plain(value: Any) -> Any:
-    """Return the JSON of a record: without fields that have their defaults, and with checksums as hex digits."""
+    """Return the JSON of a record, without fields equal to their default, and with checksums as hex digits."""
     if isinstance(value, tuple):
         return [plain(each) for each in value]
     if isinstance(value, int):  # of a field with checksums
@@ -294,7 +295,7 @@ Shard = tuple[str, int, int]  # of what: its save id, its number, how many shard
 
 
 def encode_of_shard(kind: FileKind, shard: Shard, key: str, entries: Iterable[str], **more: object) -> bytes:
-    """Return a file of one shard: a head, and the list ``key`` with one JSON entry a line."""
+    """Return a file of one shard: a head, and the list ``key`` with one JSON entry per line."""
     head = {
         "format": kind.format,
         "version": kind.version,
@@ -307,7 +308,7 @@ def encode_of_shard(kind: FileKind, shard: Shard, key: str, entries: Iterable[st
 
 
 def open_of_shard(data: bytes, path: str, kind: FileKind, shard: Shard) -> Document:
-    """Return a file of one shard after checking that it is of this kind, and of this shard of this save."""
+    """Return the document of a shard's file after checking its kind, shard and save."""
     document = kind.open(data, path)
     if (found := (document.text("save_id"), document.count("shard"), document.count("shards"))) != shard:
         raise document.wrong(", ".join(_OF_SHARD), found, shard)
@@ -328,7 +329,7 @@ def time_now() -> str:
 
 
 def time_of(text: object) -> datetime | None:
-    """Return a moment with its time zone, UTC by default; None for text that is not a moment."""
+    """Return a datetime with its time zone, UTC by default; None if the text is not a time."""
     try:
         moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))  # Python 3.10 does not know Z
     except ValueError:

@@ -39,9 +39,9 @@ class Request:
 
 
 def checked_ids(ids: Any) -> Ids:
-    """Return ids in order, each once; TypeError or ValueError if they are empty, too many or not int64."""
+    """Return the ids sorted and unique; TypeError or ValueError if there are none, too many, or not int64."""
     values = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
-    if isinstance(values, list) and bool in set(map(type, values)):  # which numpy takes for 1 beside other numbers
+    if isinstance(values, list) and bool in set(map(type, values)):  # numpy would convert it to 1
         raise TypeError("expected ids that are int64, found bool")
     found = np.asarray(values)
     if found.ndim != 1 or not found.size:
@@ -64,7 +64,7 @@ def encode_request(request: Request) -> bytes:
 def decode_request(data: bytes, path: str) -> Request:
     """Return the request in ``data``.
 
-    Raises CorruptCheckpointError if it is not a whole one, FormatVersionError if a newer format wrote it.
+    Raises CorruptCheckpointError if the request is incomplete, FormatVersionError if a newer format wrote it.
     """
     document = KIND.open(data, path)
     try:
@@ -81,7 +81,7 @@ def encode_line(values: Mapping[str, Any], before: bytes) -> bytes:
 
 
 def decode_audit(data: bytes, path: str) -> list[dict[str, Any]]:
-    """Return the lines; CorruptCheckpointError if one is cut, changed, missing or not of this format."""
+    """Return the lines; CorruptCheckpointError if a line is cut, changed, missing or of another format."""
 
     def damaged(number: int, found: object, expected: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(path, f"line {number}", found=found, expected=expected, remedy=_REMEDY)

@@ -75,7 +75,7 @@ def encode_id(ckpt_id: str) -> str:
 
 
 def encode_name(name: str) -> str:
-    """Return a non-empty name in characters that every file system takes; it must be encodable as UTF-8."""
+    """Return a non-empty name, escaped for all file systems; the name must be encodable as UTF-8."""
     encoded = quote(name, safe="").replace("~", "%7E")
     return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[0] in ".-" else encoded
 
@@ -95,7 +95,7 @@ def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
 
 @lru_cache(maxsize=1 << 14)
 def is_attempt(directory: str, ckpt_id: str) -> bool:
-    """Say whether recckpt gives a directory this name for attempts at a checkpoint, or for offers of it."""
+    """Return whether recckpt gives this name to directories of attempts at a checkpoint, or of its offers."""
     encoded = encode_id(ckpt_id)
     return directory == encoded or is_later_attempt(directory, encoded)
 
@@ -109,7 +109,7 @@ def offer_dir(ckpt_id: str, save_id: str) -> str:
 
 
 def is_offer_dir(directory: str) -> bool:
-    """Say whether a directory has the name of an offer, which it keeps when the offer is adopted."""
+    """Return whether a directory has the name of an offer. An adopted offer keeps its name."""
     return _OFFER_DIR.fullmatch(directory) is not None
 
 
@@ -228,7 +228,7 @@ def has_rows(name: str) -> bool:
 
 
 def is_of_rank(name: str) -> bool:
-    """Say whether a file belongs to one shard, such as rows and positions: a rank reads only some of these."""
+    """Return whether a file belongs to one shard, such as rows and positions. A rank reads only some of these files."""
     return name.startswith((f"{SPARSE_DIR}/", "io_state_", "rng_", "extra_"))
 
 
@@ -249,7 +249,7 @@ def subdirectories(names: Iterable[str]) -> set[str]:
 
 
 def join(*names: str) -> str:
-    """Join names below the output dir; an empty one is the dir itself."""
+    """Join names below the output dir; an empty name is the dir itself."""
     return "/".join(name for name in names if name)
 
 
@@ -262,7 +262,7 @@ def probe() -> str:
 
 
 def is_draft(name: str, of: str | None = None) -> bool:
-    """Say whether :func:`temporary` gave a name: beside any file, or beside the file ``of``."""
+    """Return whether :func:`temporary` made a name: for any file, or for the file ``of``."""
     return name.endswith(_DRAFT) and (of is None or name.startswith(f"{of}."))
 
 
@@ -276,7 +276,7 @@ def is_encodable(name: str) -> bool:
 
 
 def checked_name(name: str, path: str) -> str:
-    """Return a name read from the file ``path``; CorruptCheckpointError if it could lead out of the checkpoint."""
+    """Return a name read from the file ``path``; CorruptCheckpointError if it could point outside of the checkpoint."""
     if _SAFE.fullmatch(name):
         return name
     if len(name) > _MAX_NAME_CHARS or _UNSAFE.search(name) or not all(map(_is_plain, name.split("/"))):

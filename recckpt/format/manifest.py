@@ -50,7 +50,7 @@ _GAPS = {
 
 
 class FileEntry(JsonRecord, frozen=True, rename={"n_bytes": "bytes"}):
-    """A file of a checkpoint; parts have no checksum here, since their catalog has several."""
+    """A file of a checkpoint. Parts have no checksum here, because their catalog has checksums per batch."""
 
     name: FileName
     n_bytes: Count
@@ -117,7 +117,7 @@ class Supersedes(JsonRecord, frozen=True):
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds, regardless of who commits it, and when."""
+    """The contents of a checkpoint, without the data of its commit."""
 
     shards: tuple[ShardEntry, ...] = field(repr=False)  # not in ``repr``: it grows with the checkpoint
     tables: tuple[TableEntry, ...] = field(repr=False)
@@ -143,7 +143,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Content):
-    """What is known of a checkpoint without opening its other files."""
+    """All that is known of a checkpoint without opening its other files."""
 
     ckpt_id: str
     save_id: str
@@ -163,13 +163,13 @@ class Manifest(Content):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in the order of commits: that of the save which it supersedes, if any."""
+        """Its place in the order of commits. A superseding checkpoint has the place of the superseded save."""
         of = self.supersedes or self
         return of.epoch, of.seq
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place among all that can be restored, including near saves: (epoch, cut)."""
+        """Its place in the order of checkpoints and near saves: (epoch, cut)."""
         return self.place[0], self.cut or 0
 
     @property
@@ -179,12 +179,13 @@ class Manifest(Content):
 
     @property
     def name(self) -> str:
-        """The save id by which deltas refer to these rows: of a compacted checkpoint, that of the delta."""
+        """The save id by which deltas refer to these rows; for a compacted checkpoint, the save id of the original
+        delta."""
         return self.supersedes.save_id if self.supersedes and self.is_compacted else self.save_id
 
     @property
     def name_xxh3(self) -> int:
-        """The checksum by which deltas refer to these rows, likewise."""
+        """The checksum by which deltas refer to these rows; for a compacted checkpoint, of the original delta."""
         return self.supersedes.manifest if self.supersedes and self.is_compacted else self.xxh3
 
     def file(self, name: str) -> FileEntry | None:
@@ -224,7 +225,7 @@ class _ContentFields(JsonRecord, frozen=True, kw_only=True):
 
 
 class _RecordFields(JsonRecord, frozen=True, kw_only=True):
-    """The other fields of a manifest without its head; the seal of a near save has them too."""
+    """The fields of a manifest outside of its head; the seal of a near save has them too."""
 
     ckpt_id: CkptId
     save_id: str
@@ -240,7 +241,7 @@ class _RecordFields(JsonRecord, frozen=True, kw_only=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the bytes of ``manifest.json``, sealed with their own checksum; ValueError if it is too large to read."""
+    """Return the bytes of ``manifest.json``, sealed with their checksum; ValueError if they are too large to read."""
     data = KIND.encode({"checksum": CHECKSUM, **record_json(manifest)})
     if len(data) > MAX_BYTES:
         raise ValueError(
@@ -253,7 +254,7 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, path: str) -> Manifest:
     """Return the manifest in ``data``, the bytes of the file ``path``.
 
-    Raises CorruptCheckpointError if it is not whole and consistent, FormatVersionError if a newer format wrote it.
+    Raises CorruptCheckpointError if it is incomplete or inconsistent, FormatVersionError if a newer format wrote it.
     """
     document = KIND.open(data, path)
     if (kind := document.text("kind")) not in ("full", "delta"):
@@ -290,7 +291,7 @@ def record_json(manifest: Manifest) -> dict[str, Any]:
 def manifest_of(document: Document) -> Manifest:
     """Return what :func:`record_json` wrote; CorruptCheckpointError if it contradicts itself."""
     fields = document.read(_RecordFields)
-    if not _GONE_FIELDS.isdisjoint(document.values):  # it would be read at another place
+    if not _GONE_FIELDS.isdisjoint(document.values):  # it would get another place
         raise document.absent("supersedes")
     if fields.supersedes is not None and fields.supersedes.rows not in ("same", "fewer"):
         found = f"a checkpoint with rows that are {fields.supersedes.rows!r} beside those of another"
@@ -393,13 +394,13 @@ def are_disjoint(ranges: Iterable[IdRange]) -> bool:
 
 
 def overlap(spans: Sequence[tuple[int, int]]) -> bool:
-    """Say whether any two ranges of buckets [begin, end) meet; empty ones do not."""
+    """Return whether any two ranges of buckets [begin, end) overlap; empty ranges do not."""
     ordered = sorted(span for span in spans if span[0] < span[1])
     return any(following[0] < before[1] for before, following in pairwise(ordered))
 
 
 def in_manifest(shards: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
-    """Return shards as the manifest lists them: with ids only if buckets do not tell which shard has an id."""
+    """Return shards for the manifest: with ids only if the buckets do not determine which shard has an id."""
     n_ranges = sum(len(shard.ids or ()) for shard in shards)
     if n_ranges <= _MAX_RANGES and overlap([shard.buckets for shard in shards]):
         return tuple(shards)
@@ -407,12 +408,13 @@ def in_manifest(shards: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
 
 
 def misfit(saved: Lineage, live: Lineage) -> str:
-    """Say who saved a state that an optimizer cannot take; "" if one class inherits from the other."""
+    """Return which class saved a state that the live optimizer cannot take; "" if one class inherits from the other."""
     is_akin = not saved or not live or saved[0] in live or live[0] in saved
     return "" if is_akin else f"{saved[0]}, this one is {live[0]}"
 
 
 def other_decay(saved: Lineage, live: Lineage) -> str:
-    """Say who saved a weight decay with another meaning: Adam adds it to the gradient, AdamW does not."""
+    """Return which class saved a weight decay with another meaning: Adam adds the decay to the gradient, AdamW does
+    not."""
     is_other = saved and live and ("AdamW" in saved) != ("AdamW" in live)
     return f"{saved[0]}, this one is {live[0]}" if is_other else ""

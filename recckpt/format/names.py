@@ -64,11 +64,11 @@ class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks
 
     @property
     def is_of_training(self) -> bool:
-        """Whether only training needs this: state of an optimizer, a registered object, a position in the data."""
+        """Whether only training needs this: it is optimizer state, a registered object, or a position in the data."""
         return self.group in ("sparse_opt", "dense_opt", "extra", "io_state")
 
     def is_in(self, group: str) -> bool:
-        """Say whether a group includes this: dense optimizers are registered objects, and so are some positions."""
+        """Return whether a group includes this. Dense optimizers and some positions are also registered objects."""
         others = {"extra": self.group == "dense_opt", "io_state": self.is_position}
         return self.group == group or others.get(group, False)
 
@@ -86,8 +86,8 @@ def slot_name(table: str, slot: str) -> Name:
 class Pattern:
     """A group, a name, or a pattern of names as in :mod:`fnmatch`, but case-sensitive.
 
-    The name of a table matches all of its slots. A group's name means the group, even if something else has that name.
-    A name that is spelled exactly like a pattern is matched by it, too.
+    The name of a table matches all of its slots. A group's name always means the group. A pattern also matches the
+    name that is spelled exactly like the pattern.
     """
 
     text: str
@@ -98,7 +98,7 @@ class Pattern:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether this names one thing, so that its absence is an error."""
+        """Whether this is a single name, so that its absence is an error."""
         return not WILDCARD.search(self.text) and not self.is_group
 
     @property

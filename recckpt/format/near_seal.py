@@ -1,4 +1,4 @@
-"""Near saves on disk: their names, their seal, and the list that says which count (docs/format.md, section 16)."""
+"""Near saves on disk: their names, their seal, and the list of valid ones (docs/format.md, section 16)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KIND = FileKind("recckpt-near", 1, "near_xxh3", MAX_BYTES)  # part of the format
 
 
 def is_place(name: str) -> bool:
-    """Say whether a directory is named after an output dir, by its checksum."""
+    """Return whether a directory has the name of a place: the checksum of an output dir."""
     return _PLACE.fullmatch(name) is not None
 
 
@@ -40,7 +40,7 @@ def host_of_note(path: str) -> str:
 
 
 def near_name(epoch: int, nonce: str, cut: int) -> str:
-    """Return the name of a near save, which its files have in place of a save id."""
+    """Return the name of a near save; its files contain this name instead of a save id."""
     return f"{epoch}.{nonce}.{cut}"
 
 
@@ -55,12 +55,13 @@ def parse_near(name: str) -> tuple[int, str, int] | None:
 
 @dataclass(frozen=True)
 class NearList:
-    """What a takeover says of near saves.
+    """Which near saves a takeover declares valid.
 
     Attributes:
-        by: ``<epoch>.<nonce>`` of the newest writer of near saves, which count; "" without one.
-        names: near saves of earlier writers that count, too.
-        is_void: whether none counts any more.
+        by: ``<epoch>.<nonce>`` of the newest writer of near saves, whose near saves are valid; "" without such a
+            writer.
+        names: valid near saves of earlier writers.
+        is_void: whether all near saves are invalid.
     """
 
     by: str = ""
@@ -68,17 +69,18 @@ class NearList:
     is_void: bool = False
 
     def counts(self, name: str) -> bool:
-        """Say whether a near save counts. Rule *epoch_rule*: what an overtaken writer seals is not named here."""
+        """Return whether a near save is valid. Rule *epoch_rule*: near saves sealed by an overtaken writer are not
+        listed here."""
         return self.is_of_run(name) and not self.is_void
 
     def is_of_run(self, name: str) -> bool:
-        """Say whether a near save was made by a writer of this output dir that the list knows (rule *run_identity*)."""
+        """Return whether a writer of this output dir that the list knows made the near save (rule *run_identity*)."""
         return name in self.names or (self.by != "" and name.startswith(f"{self.by}."))
 
 
 @dataclass(frozen=True)
 class NearSeal:
-    """What is known of a near save without opening its other files.
+    """All that is known of a near save without opening its other files.
 
     Attributes:
         manifest: of a delta; its save id is the name of the near save.
@@ -106,7 +108,8 @@ def encode(of: NearSeal) -> bytes:
 def decode(data: bytes, path: str) -> NearSeal:
     """Return the seal in ``data``, the bytes of the file ``path``.
 
-    Raises CorruptCheckpointError if it is not a whole one of a delta, FormatVersionError if a newer format wrote it.
+    Raises CorruptCheckpointError if it is not the complete seal of a delta, FormatVersionError if a newer format wrote
+    it.
     """
     document = KIND.open(data, path)
     world, manifest = document.read(_World, "world"), manifest_of(document)

@@ -59,7 +59,7 @@ class Reduced:
 
     @property
     def forgets_why(self) -> bool:
-        """Whether a table loaded from this lacks the values that say which rows would be saved."""
+        """Whether a table loaded from this lacks values that decide which rows are saved."""
         looked_at = set(self.where.minimum) if self.where else set[str]()
         return not looked_at.isdisjoint({*self.slots, *self.dtypes})
 
@@ -70,7 +70,7 @@ class Reduced:
         return "; ".join(parts)
 
     def of_slots(self, names: Collection[str]) -> Reduced:
-        """Return what was left out of some slots; the rows left out stay."""
+        """Return this record for only some of the slots; the left-out rows stay the same."""
         slots = tuple(slot for slot in self.slots if slot in names)
         return replace(self, slots=slots, narrowed=tuple(each for each in self.narrowed if each.slot in names))
 
@@ -79,7 +79,7 @@ class Reduced:
         return replace(self.no_better(other), rows=self.rows + other.rows)
 
     def no_better(self, other: Reduced) -> Reduced:
-        """Return this with errors no smaller than those of another checkpoint or shard."""
+        """Return this record with each error raised to the other record's error, if that is larger."""
         errors = {each.slot: each.error for each in other.narrowed}
         worst = (replace(each, error=max(each.error, errors.get(each.slot, 0.0))) for each in self.narrowed)
         return replace(self, narrowed=tuple(worst))
@@ -90,7 +90,7 @@ def _number(value: int | float) -> str:
 
 
 def is_narrower(dtype: str, than: str) -> bool:
-    """Say whether floating-point values of dtype ``than`` may be stored in ``dtype``.
+    """Return whether floating-point values of dtype ``than`` may be stored in ``dtype``.
 
     float16 and bfloat16 have the same width, and neither holds all values of the other.
     """
@@ -112,7 +112,7 @@ def descriptions_of(tables: Mapping[str, Reduced]) -> list[str]:
 
 
 def counted_table(name: str) -> str:
-    """Return the table whose waiting ids are counted by the table of this name; "" if it counts none."""
+    """Return the table whose waiting ids the table ``name`` counts; "" if ``name`` is not a table of counts."""
     match = _COUNTED.fullmatch(name)
     return match[1] if match else ""
 
@@ -134,7 +134,7 @@ class ClockDates(JsonRecord, frozen=True):
 
 
 class LiveLayout(JsonRecord, frozen=True):
-    """The layout of a table in memory of another library: numbered places for rows."""
+    """The layout of a table in another library's memory: numbered places for rows."""
 
     n_rows: Count  # places for rows
     # Ranges [begin, end) with a value each in slots; () where none has.

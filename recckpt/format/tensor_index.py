@@ -1,4 +1,4 @@
-"""The index of one shard's dense tensors: which chunks lie where (docs/format.md, section 6). Imports no torch."""
+"""The index of one shard's dense tensors: the places of their chunks (docs/format.md, section 6). Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STORAGES = {  # part of the format: torch's names for them in pickles; the stora
 MAX_BYTES = 1 << 30  # part of the format
 KIND = FileKind("recckpt-dense", 1, "", MAX_BYTES)  # part of the format
 ALIGNMENT = 64  # part of the format: where chunks begin
-BLOCK_BYTES = 1 << 20  # what has a checksum of its own; the smaller, the less is read for nothing
+BLOCK_BYTES = 1 << 20  # bytes per checksum; smaller blocks read fewer unneeded bytes
 MODEL, EXTRA = "model", "extra"  # part of the format: whose tensor it is
 
 
@@ -54,7 +54,7 @@ def widened(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class TensorChunk(JsonRecord, frozen=True):
-    """A box of a tensor that lies in one piece in a file, from byte ``at`` on; fields as in docs/format.md."""
+    """A box of a tensor, stored contiguously in a file from byte ``at`` on; fields as in docs/format.md."""
 
     of: str
     name: str
@@ -95,8 +95,8 @@ def encode(index: TensorIndex) -> bytes:
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorIndex:
     """Return the index in ``data``, checked against its manifest.
 
-    Raises CorruptCheckpointError if it is not a whole index of this shard of this save, FormatVersionError if a newer
-    format wrote it.
+    Raises CorruptCheckpointError if ``data`` is not a complete index of this shard of this save, FormatVersionError if
+    a newer format wrote it.
     """
     of = (manifest.save_id, shard, len(manifest.shards))
     document = open_of_shard(data, path, KIND, of)

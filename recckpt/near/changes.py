@@ -31,7 +31,8 @@ _ANY = 1e18  # times the bytes of a full checkpoint
 class PeekedChanges(Changes):
     """The changes for a near save: marks and base are read but not changed (rule *keeps_marks*).
 
-    The length of the chain does not matter, because a near save is not a link.
+    The length of the chain does not matter, because a near save is not a link. There is no near save if too many rows
+    have changed, as for deltas.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -45,8 +46,7 @@ class PeekedChanges(Changes):
 
 
 def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableTable]) -> None:
-    """Count changes since a restored checkpoint; for a near save, since its parent, with the near save's rows
-    marked."""
+    """Count changes since a restored checkpoint; after a near save, since its parent, with its rows marked."""
     if restored.near_dir is None:
         changes.on_whole_restore(restored, tables)
     elif changes.resume_from(restored.below[0].manifest):
@@ -60,8 +60,7 @@ def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> 
     slices, link = {table.name: getattr(table, "slice", None) for table in stored}, OpenLink.of(save.near_dir, save)
 
     def payload(table: str, kind: PartKind) -> npt.NDArray[np.int64]:
-        """Return the ids of rows or deletes in shards that overlap with the tables; a host may lack the other
-        shards."""
+        """Return the ids of rows or deletes in shards that overlap with the tables; the others may be missing here."""
         catalogs = link.catalogs_of(met_shards(save.manifest, set(slices.values())))
         reader = TableReader(link.files, save.directory, catalogs, save.manifest.named_table(table), ())
         return ids_of(piece for catalog in catalogs for _, _, piece in reader.batches(catalog, kind, None))

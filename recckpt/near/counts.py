@@ -82,8 +82,7 @@ class NearTally:
             self._since = replace(before, skipped=skipped)
 
     def take(self, step: int | None) -> dict[str, Any]:
-        """Return the field ``near`` for the timeline line of a checkpoint, {} without near saves; then restart the
-        count."""
+        """Return the field ``near`` for the line of a checkpoint, {} without near saves; then restart the count."""
         with self._lock:
             self._note_counted(step)
             since, self._since = self._since, _SinceLine()

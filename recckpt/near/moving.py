@@ -49,8 +49,7 @@ def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
-    """Return, per rank, the ranks whose files are on its host: the ranks of the host, and ranks whose files are copied
-    to it."""
+    """Return, per rank, the ranks whose files are on its host: its own ranks, and ranks copied to it."""
     targets = copies_of(hosts, copies)
     return [
         frozenset(rank for rank, host in enumerate(hosts) if here in (host, *targets.get(host, ()))) for here in hosts
@@ -90,8 +89,7 @@ Rounds = list[list[Stretch]]  # what one rank sends another, round by round
 
 
 def rounds_by_pair(moves: Sequence[Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
-    """Return (sender, receiver) -> the bytes to send per round. The files of a pair are sent one after another, in
-    order.
+    """Return (sender, receiver) -> the bytes to send per round; files of a pair follow one another in order.
 
     No rank sends or receives more than ``round_bytes`` in one round, but at least one byte for each peer.
     """
@@ -122,8 +120,7 @@ def _rounds(sizes: Mapping[int, int], share: int) -> Rounds:
 
 
 class Outgoing:
-    """A file that this rank sends, read from start to end; ``failure`` is the reason if reading failed. Not
-    thread-safe."""
+    """A file that this rank sends, read from start to end; ``failure`` is why reading failed. Not thread-safe."""
 
     def __init__(self, storage: Storage, directory: str, of: Move) -> None:
         self._storage, self._path, self._n_bytes = storage, layout.join(directory, of.name), of.n_bytes

@@ -83,8 +83,7 @@ class NearDir:
 
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
-        """Return the near dir of an output dir; PermissionError if the near dir is a link or belongs to another
-        user."""
+        """Return the near dir of an output dir; PermissionError if it is a link or belongs to another user."""
         path = Path(os.path.expanduser(near.path))  # noqa: PTH111  # as below
         with suppress(*ABSENT):
             check_owner(path, _OWN, may_be_of_root=True)
@@ -135,8 +134,7 @@ class NearDir:
         return None
 
     def begin(self, intent: Intent) -> None:
-        """Make the directory of a near save; OSError if that fails. Rule *never_overwrite*: its name was never used
-        before."""
+        """Make the directory of a near save; OSError if that fails. Rule *never_overwrite*: its name is new."""
         with suppress(FileExistsError):
             self.storage.make_dir(intent.directory.rpartition("/")[0])
         self.storage.make_dir(intent.directory)
@@ -161,8 +159,7 @@ class NearDir:
                 yield Sealed(directory, data, frozenset(files - missing))
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:
-        """Return the near save of a seal; None, with a log line, if the seal is damaged or belongs to another output
-        dir."""
+        """Return the near save of a seal; None, with a log line, if the seal is damaged or of another output dir."""
         path = layout.join(directory, near_seal.NEAR_JSON)
         try:
             seal = near_seal.decode(data, path)

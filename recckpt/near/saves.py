@@ -56,8 +56,7 @@ class LeftOutNear:
         self._over = Latch()
 
     def leaves_out(self) -> bool:
-        """Return whether to skip the near save that is due now. Waits while the ranks meet. Called by the training
-        thread."""
+        """Return whether to skip the near save due now. Waits while the ranks meet. Called by the training thread."""
         with self._lock:
             if not self._is_counted:
                 self._n_left_out += 1
@@ -324,8 +323,7 @@ class NearSaves:
             turn.end()
 
     def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks) -> None:
-        """Record a failed near save. Of consecutive failures, only the first is logged and gets a line in the
-        timeline."""
+        """Record a failed near save. Of consecutive failures, only the first is logged and put in the timeline."""
         info.note_failure(error)
         self._tally.note_failed(info)
         if isinstance(error, WriterFencedError):

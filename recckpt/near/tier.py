@@ -41,8 +41,7 @@ class Generation:
 
 
 def newest(generations: Iterable[Generation]) -> tuple[Generation, ...]:
-    """Return the near saves to keep. Rule *two_generations*: if the newest is damaged, the one before can be
-    restored."""
+    """Return the near saves to keep. Rule *two_generations*: the second is restored if the newest is damaged."""
     return tuple(sorted(generations, key=lambda each: each.order)[-_GENERATIONS:])
 
 
@@ -194,8 +193,7 @@ class NearTier(NearAtTakeover):
         return Kept(done.order[0], frozenset(each.directory for each in newest((*self._named, *self._kept))))
 
     def keep(self, kept: Kept) -> None:
-        """Remove the near saves that an acknowledged one replaces from this host; only the first rank of each host
-        does."""
+        """Remove the near saves that an acknowledged one replaces from this host, if this is its first rank."""
         if self._made is not None:
             self._made = None
             self._remove_others(kept)

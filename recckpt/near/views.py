@@ -1,5 +1,4 @@
-"""Which files of near saves the hosts have, one by one and together, and which near saves are valid (docs/format.md,
-section 16)."""
+"""Which files of near saves the hosts have, and which near saves are valid (docs/format.md, section 16)."""
 
 from __future__ import annotations
 

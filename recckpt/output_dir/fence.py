@@ -126,8 +126,7 @@ def _sync_claims(storage: Storage) -> None:
 
 
 def make_durable(storage: Storage, listing: Listing) -> None:
-    """Sync all committed checkpoints before older ones are removed, because their writer may have died before a
-    sync."""
+    """Sync all committed checkpoints, because their writer may have died before a sync, and older ones go next."""
     for checkpoint in listing.committed:
         for subdirectory in layout.subdirectories(file.name for file in checkpoint.manifest.files):
             with suppress(FileNotFoundError, NotADirectoryError):  # the previous writer is still removing some
@@ -139,8 +138,7 @@ def make_durable(storage: Storage, listing: Listing) -> None:
 def publish(
     storage: Storage, claim: Claim, listing: Listing, near: NearAtTakeover, clean: frozenset[str] | None = None
 ) -> Takeover:
-    """Publish the list of committed saves, or only ``clean``: late commits and near saves of older writers become
-    invalid."""
+    """Publish the list of committed saves, or only ``clean``; other saves of older writers become invalid."""
     names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
     adopted = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
     names |= {layout.encode_id(checkpoint.ckpt_id) for checkpoint in adopted}  # the name that its delta may have had

@@ -126,8 +126,7 @@ class OpenFiles:
             raise self._missing(path, error) from error
 
     def _missing(self, path: str, error: OSError) -> RecckptError:
-        """Return the error for a missing file: removed if the manifest is gone too, because rotation removes it
-        first."""
+        """Return the error for a missing file. Rotation removes the manifest first: is it gone too?"""
         try:
             if not isinstance(error, NotPlainError):
                 self._storage.size(layout.join(self._directory, layout.MANIFEST))

@@ -1,4 +1,4 @@
-"""An output dir written again: compacted, without ids that were forgotten, or in another place."""
+"""Rewrites an output dir: compacts it, removes forgotten ids, or mirrors it to another place."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ _PINNED = b'{"by": "recckpt mirror"}\n'  # a pin of the run; others in the mirro
 class CheckpointCopier:
     """Copies checkpoints of a run into a mirror.
 
-    A file that has its size was written whole by an earlier copy, since drafts appear whole or not at all, and is not
-    copied again: an interrupted copy goes on, and two that copy at once write the same bytes.
+    A file with the right size is not copied again: an earlier copy wrote it completely, because drafts appear whole or
+    not at all. So an interrupted copy can continue, and two parallel copies write the same bytes.
     """
 
     run: Storage  # the output dir that is read

@@ -154,7 +154,7 @@ class OnePass:
 
 @dataclass(frozen=True)
 class Mirrored:
-    """What one pass of a mirror did.
+    """The outcome of one pass of a mirror.
 
     Attributes:
         url: the mirror.
@@ -162,8 +162,8 @@ class Mirrored:
         removed: directories of removed checkpoints.
         n_bytes: bytes of the copied files.
         newest: id of the newest checkpoint of the run that belongs there, None without any.
-        damaged: directory in the run -> what is wrong with it, so that it was not copied.
-        left_out: directory in the run -> that of its damaged parent, so that it was not copied.
+        damaged: directory in the run that was not copied -> the damage.
+        left_out: directory in the run that was not copied -> directory of its damaged parent.
     """
 
     url: str
@@ -176,7 +176,7 @@ class Mirrored:
 
     @property
     def problems(self) -> list[str]:
-        """What was not copied, and why: a line for each checkpoint."""
+        """One line per checkpoint that was not copied, with the reason."""
         damaged = [f"{escaped(name)} is damaged, and not copied: {why}" for name, why in self.damaged.items()]
         above = [f"{escaped(name)} stands on {escaped(of)}, and is not copied" for name, of in self.left_out.items()]
         return damaged + above
@@ -245,7 +245,7 @@ class Mirror:
         self._is_prepared = False
 
     def update(self) -> Mirrored:
-        """Make one pass; errors as of :func:`mirror`."""
+        """Make one pass. Errors as of :func:`mirror`."""
         check_none_pending(self._run, "wait for whoever forgets, or run `recckpt forget DIR` first, which ends it")
         before = frozenset(requests(self._to))  # first: whoever mirrors at the same time brings later ones
         forgotten = frozenset(requests(self._run))  # before the run is read: later ones may not be in what is read

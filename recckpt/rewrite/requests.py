@@ -59,7 +59,7 @@ def forget_as_owner(
 
 
 def settle(storage: Storage, fence: Fence) -> bool:
-    """As :func:`finish_pending`, once for each takeover; say whether nothing is left, and log why if not.
+    """As :func:`finish_pending`, once per takeover; return whether all requests are done, and log why if not.
 
     Raises WriterFencedError if another writer has taken the output dir over.
     """
@@ -113,7 +113,7 @@ def check_table(listing: Listing, table: str, url: str) -> None:
 
 
 def check_readable(listing: Listing) -> None:
-    """Raise if a checkpoint is damaged: nobody could say whether it holds the ids."""
+    """Raise if a checkpoint is damaged, because then it is unknown whether it has the ids."""
     for directory, error in listing.damaged.items():
         if isinstance(error, FormatVersionError):
             raise error
@@ -182,7 +182,7 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
 
 
 def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
-    """Remove late commits, attempts and offers: nobody reads them, and they may hold the ids."""
+    """Remove late commits, attempts and offers, because they may have the ids, and no reader needs them."""
     fence.look_again()
     removed = []
     for directory in fence.listing.fenced:

@@ -1,4 +1,4 @@
-"""A chain written as one whole: cut into parts by ranges of buckets, each merged, written and read back by a worker.
+"""Writes a chain as one full checkpoint. Each worker merges, writes and reads back a part: a range of buckets.
 
 A task is names and numbers, which travel to a worker; its result is the catalog entry of the part. A task that is
 repeated because its worker was lost takes another part number, since the lost one may still be writing.
@@ -110,7 +110,7 @@ class CompactionTask:
 
 
 def tasks_of(name: ChainName, chain: OpenChain, url: str, directory: str, budget_bytes: int) -> list[CompactionTask]:
-    """Divide the rows of a chain over as many shards as the newest link has, and over parts of about equal bytes.
+    """Divide the rows of a chain into as many shards as the newest link has, and into parts of about equal bytes.
 
     Shards get equal slices of the hashed ids, as ranks do; their parts come in the order of a catalog.
     """

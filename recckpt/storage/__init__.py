@@ -1,4 +1,4 @@
-"""Where checkpoints lie: one seam for all kinds of storage (the only place that knows fsspec)."""
+"""Storage of checkpoints: one interface for all kinds (only this package uses fsspec)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _schemes() -> frozenset[str]:
 
 
 def absolute(path: str) -> str:
-    """Return a path or URL that means the same in every working directory; ValueError as of :func:`open_storage`."""
+    """Return a path or URL that does not depend on the working directory; ValueError as of :func:`open_storage`."""
     _check_url(path)
     return str(_on_this_host(path)) if _is_local(path) else path
 
@@ -117,7 +117,7 @@ def _on_this_host(url: str) -> Path:
 
 
 def open_parent(path: str) -> tuple[Storage, str]:
-    """Return the storage around a directory or URL, and its name in it; a local path that is a link is followed."""
+    """Return the storage of the parent of a directory or URL, and the name in it; follows a local link."""
     _check_url(path)
     if _is_local(path):
         place = _on_this_host(path)
@@ -130,7 +130,7 @@ def open_parent(path: str) -> tuple[Storage, str]:
 
 @contextmanager
 def new_file(path: str) -> Iterator[Sink]:
-    """Write a new file at a path or URL; FileExistsError, which says what to do, if it exists."""
+    """Write a new file at a path or URL; FileExistsError, with a remedy, if the file exists."""
     storage, name = open_parent(path)
     try:
         try:

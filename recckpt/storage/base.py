@@ -1,4 +1,4 @@
-"""What every storage promises, and file objects over its sinks."""
+"""The interface of all storages, and file objects over their sinks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _KINDS = {
 
 
 class NotPlainError(OSError):
-    """A link, FIFO or device is in the place of a file or directory of a checkpoint.
+    """A link, FIFO or device was found where a checkpoint should have a file or directory.
 
     Attributes:
-        found: what it is.
-        remedy: what to do, where that is not clear from the rest.
+        found: the kind of the object.
+        remedy: what to do, if that is not clear from the rest.
     """
 
     found = "not a plain file"
@@ -38,7 +38,7 @@ class NotPlainError(OSError):
 
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # raised for a file that does not exist
-NOT_READABLE = (*ABSENT, NotPlainError)  # or that must not be read
+NOT_READABLE = (*ABSENT, NotPlainError)  # or for something that must not be read
 _LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # of a block that is broken, or has another checksum
 
 
@@ -51,7 +51,7 @@ def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
 
 @contextmanager
 def lost_is_damage(path: str) -> Iterator[None]:
-    """Raise CorruptCheckpointError if a disk or a store has a file but cannot read it; other errors stay."""
+    """Turn an error of a disk or store that has a file but cannot read it into CorruptCheckpointError."""
     try:
         yield
     except OSError as error:
@@ -75,12 +75,13 @@ def refused(found: str, path: str) -> NotPlainError:
 
 
 def kind_of(mode: int) -> str:
-    """Return a name for the kind of a thing that is not a file, by its mode."""
+    """Return the name of the kind of a non-file, by its mode."""
     return _KINDS.get(stat.S_IFMT(mode), "something unknown")
 
 
 class Sink(ABC):
-    """A new file: leaving its ``with`` block makes it durable; an exception in the block or ``close`` leaves none.
+    """A new file. Leaving its ``with`` block makes the file durable. After an exception in the block or in ``close``
+    there is no file.
 
     Attributes:
         n_bytes: how much was written.
@@ -121,7 +122,8 @@ class Draft(Sink):
 
     @abstractmethod
     def seal(self) -> None:
-        """Make the bytes durable but not visible yet, so that closing can hardly fail; closing does this if needed."""
+        """Make the bytes durable but not yet visible, so that ``close`` is unlikely to fail. ``close`` does this if
+        needed."""
 
 
 class Listed(NamedTuple):
@@ -132,7 +134,7 @@ class Listed(NamedTuple):
 
 
 class Files(Protocol):
-    """What reading needs; a storage offers it, and so do the open files of a checkpoint."""
+    """The interface for reading: implemented by storages, and by the open files of a checkpoint."""
 
     url: str
 
@@ -147,7 +149,7 @@ class Files(Protocol):
 
     @abstractmethod
     def map(self, name: str) -> memoryview | None:
-        """Return a file's bytes as a memory map, None if the storage has no maps."""
+        """Return a file's bytes as a memory map; None if the storage has no memory maps."""
 
     @abstractmethod
     def size(self, name: str) -> int:
@@ -160,7 +162,8 @@ class Files(Protocol):
             return file.read(max_bytes)
 
     def drop_cached(self, name: str) -> bool:
-        """Drop what is cached of a file; say whether it is remote, so that another read may give other bytes."""
+        """Drop cached data of a file; return whether the file is remote, so that a second read may return other
+        bytes."""
         return False
 
     def threads(self, requested: int) -> int:
@@ -169,7 +172,7 @@ class Files(Protocol):
 
 
 class NewFiles(Protocol):
-    """What writing needs; a storage offers it, and so does the outbox of a save."""
+    """The interface for writing: implemented by storages, and by the outbox of a save."""
 
     @abstractmethod
     def create(self, name: str) -> Sink:
@@ -185,8 +188,8 @@ class Storage(Files, NewFiles, ABC):
     Files appear whole or not at all; only ``replace`` and ``draft`` overwrite one. Thread-safe.
 
     Attributes:
-        n_retries: how many requests were tried again so far.
-        asking_is_free: whether a look at one file costs no request over a network, so that training may wait for it.
+        n_retries: number of retried requests so far.
+        asking_is_free: whether a look-up of one file needs no network request, so that training may wait for it.
     """
 
     asking_is_free: ClassVar[bool] = False
@@ -203,15 +206,15 @@ class Storage(Files, NewFiles, ABC):
     def prepare(self) -> None:
         """Make the root if possible; raise OSError if files cannot be written to it."""
 
-    def check_there(self) -> None:  # many storages have no root beside the files in it
+    def check_there(self) -> None:  # in many storages the root exists only through its files
         """Raise FileNotFoundError if the root is gone."""
 
-    def give_up_after(self, seconds: float) -> None:  # a disk is not tried again
+    def give_up_after(self, seconds: float) -> None:  # local disks have no retries
         """Limit how long requests for a file are retried after network failures."""
 
     @contextmanager
     def giving_up_after(self, seconds: float) -> Iterator[None]:
-        """Limit it within a block alone."""
+        """As :meth:`give_up_after`, only within the ``with`` block."""
         yield
 
     @abstractmethod
@@ -236,7 +239,7 @@ class Storage(Files, NewFiles, ABC):
 
     @abstractmethod
     def modified(self, name: str) -> float | None:
-        """Return when a file was written, in seconds by the storage's clock, None if it does not tell."""
+        """Return when a file was written, in seconds by the storage's clock; None if unknown."""
 
     @abstractmethod
     def list_dirs(self) -> list[str]:
@@ -250,11 +253,11 @@ class Storage(Files, NewFiles, ABC):
     def listed(self, directory: str) -> dict[str, Listed]:
         """Return the plain files below a directory that one listing shows, by name; {} if it does not exist.
 
-        A listing may lag behind: ask ``size`` for a file that it lacks.
+        A listing may lag behind: call ``size`` for a file that the listing lacks.
         """
 
     def listed_by_dir(self) -> Mapping[str, Mapping[str, Listed]] | None:
-        """Return :meth:`listed` of every directory in the root; None if that takes a request for each."""
+        """Return :meth:`listed` of every directory in the root; None if that needs one request per directory."""
         return None
 
     @abstractmethod
@@ -266,11 +269,11 @@ class Storage(Files, NewFiles, ABC):
         """Remove a directory and those below it; OSError if files are left in it."""
 
     def why_empty(self) -> str:
-        """Say why nothing is found here, "" if there is nothing to add."""
+        """Return why nothing is found in this storage; "" if there is nothing to add."""
         return ""
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes may still be written, None if unknown."""
+        """Return how many more bytes can be written; None if unknown."""
         return None
 
 

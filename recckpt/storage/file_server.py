@@ -1,6 +1,6 @@
-"""Servers of files behind fsspec, such as SFTP's: they have directories and renames, but no put-if-absent.
+"""File servers behind fsspec, such as SFTP. They have directories and renames, but no put-if-absent.
 
-Their backends keep one connection, which takes one request at a time, and cannot sync.
+Their backends use one connection with one request at a time, and cannot sync.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recckpt.storage.retry import Retries, is_transient
 
 
 class FileServer(ObjectStorage):
-    """Files below a directory of a server. Each is written under a temporary name, and renamed once it is whole."""
+    """Files below a directory of a server. Each file is written under a temporary name, and renamed once complete."""
 
     may_be_conditional: ClassVar[bool] = False
 
@@ -71,13 +71,13 @@ class FileServer(ObjectStorage):
         return 1
 
     def _revive(self) -> None:
-        """Connect anew if the server no longer answers over this connection."""
+        """Reconnect if the server no longer answers over this connection."""
         try:
             self.fs.info(self._root)
         except FileNotFoundError:  # an answer
             return
         except Exception:
-            with suppress(OSError):  # then the next attempt gets here again
+            with suppress(OSError):  # then the next attempt tries this again
                 fs, self._root = connect(self.url)
                 self._end()
                 self._keep(fs)
@@ -95,7 +95,7 @@ class FileServer(ObjectStorage):
         return self._fs
 
     def _attempt(self, work: Callable[[], Any], handled: BaseException | None) -> Any:
-        """Do work, one thread at a time; after an error leave a connection that answers."""
+        """Do work, one thread at a time. After an error, make sure that the connection works."""
         with self._lock:
             try:
                 return work()

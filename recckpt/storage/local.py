@@ -64,7 +64,7 @@ class LocalStorage(Storage):
         return LocalSink(path)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Link a finished, synced file to its name, which fails if the name is taken."""
+        """Link a finished, synced file to its name; this fails if the name is taken."""
         path = self._new(name)
         temporary = _write_beside(path, data)
         try:
@@ -76,7 +76,7 @@ class LocalStorage(Storage):
         sync_entries(path.parent)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Rename a finished, synced file over its name; a link there is replaced, not followed."""
+        """Rename a finished, synced file to its name; an existing link is replaced, not followed."""
         path = self._new(name)
         temporary = _write_beside(path, data)
         try:
@@ -101,13 +101,13 @@ class LocalStorage(Storage):
         return "not a directory" if self._root.exists() else "does not exist"
 
     def free_bytes(self) -> int | None:
-        """Return what the file system has left for this user; quotas are not seen."""
+        """Return the free bytes of the file system for this user; quotas are not taken into account."""
         with doing("measuring free space", self._root):
             file_system = os.statvfs(self._root)
         return file_system.f_bavail * file_system.f_frsize
 
     def threads(self, requested: int) -> int:
-        """Return at most one a core: each keeps a core busy with copying."""
+        """Return at most one thread per core, because each thread keeps a core busy with copying."""
         return min(requested, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
     def open(self, name: str) -> BinaryIO:
@@ -133,7 +133,7 @@ class LocalStorage(Storage):
             return plain_file(self._root, name).stat().st_mtime
 
     def list_dirs(self) -> list[str]:
-        """Return the directories of the root, and links that stand for checkpoints, which all reads refuse by name."""
+        """Return the directories of the root, and links in place of checkpoints, so that reads refuse these by name."""
         with doing("listing", self._root):
             try:
                 entries = list(os.scandir(self._root))
@@ -143,7 +143,7 @@ class LocalStorage(Storage):
         return sorted(name for name in names if name != "lost+found")  # of the file system; root alone may look inside
 
     def _is_checkpoint_elsewhere(self, entry: os.DirEntry[str]) -> bool:
-        """Say whether an entry is a link out of the root to a former checkpoint, or to nothing."""
+        """Return whether an entry is a link out of the root to a former checkpoint, or to nothing."""
         if not entry.is_symlink():
             return False
         target = os.path.realpath(entry.path)

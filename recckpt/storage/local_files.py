@@ -1,4 +1,4 @@
-"""Files of a local file system: checked to be plain, opened, mapped and written."""
+"""Opens, maps and writes files of a local file system, after a check that they are plain files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def real_directory(root: Path, name: str) -> Path:
-    """Return the path of a directory below the root, which may be missing; NotPlainError if a link is in it."""
+    """Return the path of a directory below the root; the directory may be missing. NotPlainError if the path has a
+    link."""
     place = str(root)
     for segment in filter(None, name.split("/")):
         place = f"{place}/{segment}"
@@ -42,7 +43,7 @@ def real_directory(root: Path, name: str) -> Path:
 
 
 def check_owner(path: Path, remedy: str, *, may_be_of_root: bool = False) -> None:
-    """Raise PermissionError if a directory of this user belongs to another one, or is a link.
+    """Raise PermissionError if a directory belongs to another user, or is a link.
 
     Raises FileNotFoundError if it does not exist.
     """
@@ -65,7 +66,7 @@ def new_place(root: Path, name: str) -> Path:
 def plain_file(root: Path, name: str) -> Path:
     """Return the path of an existing file; a link is followed only if it stays inside its checkpoint.
 
-    Raises NotPlainError for any other link, and for what is not a regular file.
+    Raises NotPlainError for any other link, and for anything but a regular file.
     """
     place, mode = str(root), 0
     segments = name.split("/")

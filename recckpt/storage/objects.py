@@ -31,7 +31,7 @@ from recckpt.storage.upload import Put, Upload
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
-_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "created")  # as backends call them
+_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "created")  # names in the backends
 _READ_AHEAD_BYTES = 4 << 20
 _PREPARE_SEC = 60.0  # a wrong address is better known soon
 
@@ -108,7 +108,7 @@ class ObjectStorage(Storage):
         return True
 
     def make_dir(self, name: str) -> None:
-        """Raise FileExistsError if there are objects under this prefix; stores have no directories."""
+        """Raise FileExistsError if objects have this prefix. Nothing is made, because stores have no directories."""
         if self.list_files(name):
             raise FileExistsError(errno.EEXIST, "making a directory failed: exists already", self.url_of(name))
 
@@ -119,7 +119,8 @@ class ObjectStorage(Storage):
         return self._upload(name, lambda data: self._fs.pipe_file(self._path(name), data), replaces=True)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Put one small object. Reading it back decides a race, so writers must put different bytes."""
+        """Put one small object. Reading it back shows which of two writers was first, so writers must put different
+        bytes."""
         self._call("putting", name, lambda: self._put(name, data))
 
     def replace(self, name: str, data: bytes) -> None:
@@ -185,7 +186,7 @@ class ObjectStorage(Storage):
         return self._retries(name).call(operation, work)
 
     def count_retry(self) -> None:
-        """Count a retry; with several threads one may be lost, since this is for metrics."""
+        """Count a retry, for metrics. With several threads a count may be lost."""
         self.n_retries += 1
 
     def _path(self, name: str) -> str:

@@ -33,8 +33,8 @@ _CHUNK_BYTES = 8 << 20
 class UploadSlots:
     """Limits uploads to one URL, over all processes of this user that share a temporary directory.
 
-    Each slot is a small file, locked while it is taken. Freeing a slot removes its file, those of killed processes, and
-    the directory once it is empty. Processes with different ``count`` each keep to their own.
+    Each slot is a small file that is locked while in use. Freeing a slot removes its file, files of killed processes,
+    and the directory once it is empty. Processes with different ``count`` each respect their own.
     """
 
     def __init__(self, count: int, url: str, timeout_sec: float) -> None:
@@ -43,7 +43,8 @@ class UploadSlots:
         self.directory = Path(tempfile.gettempdir(), name)
 
     def take(self) -> int:
-        """Wait for a slot and return it, for :meth:`free`; TimeoutError, which names the holders, if none gets free."""
+        """Wait for a free slot and return it; TimeoutError, with the holders, if none becomes free. See
+        :meth:`free`."""
         deadline = time.monotonic() + self._timeout_sec
         while True:
             with suppress(FileExistsError):
@@ -60,7 +61,7 @@ class UploadSlots:
             time.sleep(_LOOK_SEC)
 
     def free(self, slot: int) -> None:
-        """Give a slot back, and remove the files that no process has locked."""
+        """Free a slot, and remove the files that no process has locked."""
         try:
             with suppress(OSError):  # what is left takes no room to speak of
                 for path in self.directory.iterdir():
@@ -121,7 +122,8 @@ class WorkDir(LocalStorage):
         self.device = socket.gethostname(), self._root.stat().st_dev
 
     def new_file(self, n_bytes: int = 0) -> IO[bytes]:
-        """Open a file without a name, with room for ``n_bytes``: writing them through a mapping cannot fail then."""
+        """Open a file without a name. Its space of ``n_bytes`` is reserved, so writes through a memory map cannot
+        fail."""
         try:
             with ExitStack() as closed_on_error:
                 file = closed_on_error.enter_context(
@@ -137,7 +139,7 @@ class WorkDir(LocalStorage):
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Name the directory in the errors of its files, which have no names."""
+        """Add the directory to errors of its files, because the files have no names."""
         try:
             yield
         except OSError as error:
@@ -158,7 +160,7 @@ def no_work_room(url: str, free: int, n_bytes: int) -> OSError:
 
 @dataclass(frozen=True)
 class Transport:
-    """How files travel; by default directly."""
+    """How files are transferred; by default directly."""
 
     slots: UploadSlots | None = None  # each upload takes one
     work_dir: WorkDir | None = None  # where a save writes its files first
@@ -167,7 +169,7 @@ class Transport:
 
 
 class Outbox:
-    """The new files of one save, which are in the storage once :meth:`publish` has returned. Thread-safe."""
+    """The new files of one save. They are in the storage once :meth:`publish` has returned. Thread-safe."""
 
     def __init__(self, storage: Storage, transport: Transport) -> None:
         self._storage, self._slots, self._work_dir = storage, transport.slots, transport.work_dir
@@ -182,7 +184,7 @@ class Outbox:
             copy.discard()
 
     def create(self, name: str) -> Sink:
-        """Open a new file, once there is a slot for it; FileExistsError if the name is taken."""
+        """Open a new file, after waiting for an upload slot if needed; FileExistsError if the name is taken."""
         if self._work_dir is None:
             return self._sent(name)
         copy = _StagedFile(name, self._work_dir)
@@ -194,9 +196,10 @@ class Outbox:
         return (self._work_dir or self._storage).threads(requested)
 
     def publish(self, concurrency: int) -> None:
-        """Send the copies up, and free each once it is sent.
+        """Upload the files, and free the local copy of each file once uploaded.
 
-        Raises OSError if one cannot be sent or is not what was written; none is sent after that.
+        Raises OSError if a file cannot be uploaded, or differs from what was written; then no more files are
+        uploaded.
         """
         run_all(self._send, self._copies, self._storage.threads(concurrency))
 
@@ -249,7 +252,7 @@ class _SlottedSink(Sink):
 
 
 class _StagedFile(Sink):
-    """A file of the work dir, to be sent up. It does not outlive this process, so it is not synced."""
+    """A file of the work dir, to be uploaded. It is not synced, because it does not outlive this process."""
 
     def __init__(self, name: str, work_dir: WorkDir) -> None:
         self.name, self._work_dir = name, work_dir
@@ -271,7 +274,7 @@ class _StagedFile(Sink):
         return total
 
     def close(self) -> None:
-        """Do nothing: it stays until it is sent."""
+        """Do nothing: the file stays until it is uploaded."""
 
     def discard(self) -> None:
         self._file.close()

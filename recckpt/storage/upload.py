@@ -24,7 +24,7 @@ class Upload(Draft):
         path: of the object, as ``fs`` knows it.
         retries: of this object.
         put: sends a small object in one request; FileExistsError if there is another one.
-        in_one: send even a large object in one request, since ``fs`` publishes a file as soon as it is opened.
+        in_one: send even a large object in one request, because ``fs`` publishes a file as soon as it is opened.
         repeats: whether a part may be sent again, and nothing is published before ``commit``.
         replaces: whether it replaces an older object; otherwise it fails if there is one.
     """

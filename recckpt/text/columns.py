@@ -23,9 +23,9 @@ class Table:
 
     Attributes:
         head: names of the columns.
-        rows: one text a column.
+        rows: one text per column.
         right: columns aligned on the right, such as numbers, which are never broken.
-        tones: number of a row -> its meaning.
+        tones: row index -> meaning of the row.
         indent: spaces before each line.
         whole: other columns that are never broken, such as times.
     """
@@ -50,13 +50,13 @@ def plain(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def section(title: str, lines: Iterable[Line]) -> list[Line]:
-    """Return lines under a heading, after an empty one; [] without lines."""
+    """Return an empty line, a heading and the lines; [] without lines."""
     listed = [replace(line, indent=_INDENT) if isinstance(line, Table) else " " * _INDENT + line for line in lines]
     return ["", Heading(title), *listed] if listed else []
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Return lines with aligned columns; ``right`` names those aligned on the right."""
+    """Return lines with aligned columns; ``right`` names the columns aligned on the right."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(width_of(line[column]) for line in lines) for column in range(len(head))]
 
