@@ -36,8 +36,7 @@ def bucket_of(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def random_odds(first: int, n: int) -> npt.NDArray[np.uint64]:
-    """Return ``n`` random odd 64-bit numbers, from index ``first`` of the sequence. Multiplying by an odd number loses
-    no bits."""
+    """Return ``n`` random 64-bit numbers, from index ``first`` on; they are odd, because odd factors lose no bits."""
     odds: npt.NDArray[np.uint64] = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
     return odds
 

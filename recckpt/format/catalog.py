@@ -63,8 +63,7 @@ class Part(JsonRecord, frozen=True, dict=True):
         return np.array([batch.rows for batch in self.batches], np.int64)
 
     def batch_ends(self, widths: tuple[int, ...], head_bytes: int) -> npt.NDArray[np.int64]:
-        """Return the end offset of each batch in the file. A batch is a head and columns of these widths, padded to
-        words."""
+        """Return the end offset of each batch in the file: a head, and columns of these widths, padded to words."""
         key = widths, head_bytes
         if key not in self._batch_ends:  # of all readers of the part: each table has its own
             bodies = sum(-(-width * self.rows // 8) * 8 for width in widths)
@@ -100,8 +99,7 @@ class Catalog(JsonRecord, frozen=True, dict=True):
         return counts
 
     def parts_of(self, table: str, kind: PartKind | None = None) -> Iterator[tuple[Part, list[int]]]:
-        """Yield (part, indices of the table's batches) for each part with rows or deletes of a table; ``kind=None``
-        for both."""
+        """Yield the parts with rows or deletes of a table, and the indices of its batches; ``kind=None`` for both."""
         parts = self._by_table.get(table, ())
         return ((part, numbers) for part, numbers in parts if kind in (None, part.holds))
 

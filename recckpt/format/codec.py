@@ -70,8 +70,7 @@ else:
 
 
 class JsonRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a JSON object. Fields equal to their default are not written; unknown fields are ignored when
-    read."""
+    """The fields of a JSON object. Fields equal to their default are not written; unknown fields are ignored."""
 
     def but(self: _R, **changes: Any) -> _R:
         return msgspec.structs.replace(self, **changes)

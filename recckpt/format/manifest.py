@@ -179,8 +179,7 @@ class Manifest(Content):
 
     @property
     def name(self) -> str:
-        """The save id by which deltas refer to these rows; for a compacted checkpoint, the save id of the original
-        delta."""
+        """The save id by which deltas refer to these rows; for a compacted checkpoint, of the original delta."""
         return self.supersedes.save_id if self.supersedes and self.is_compacted else self.save_id
 
     @property
@@ -414,7 +413,6 @@ def misfit(saved: Lineage, live: Lineage) -> str:
 
 
 def other_decay(saved: Lineage, live: Lineage) -> str:
-    """Return which class saved a weight decay with another meaning: Adam adds the decay to the gradient, AdamW does
-    not."""
+    """Return which class saved a weight decay with another meaning: Adam adds it to the gradient, AdamW does not."""
     is_other = saved and live and ("AdamW" in saved) != ("AdamW" in live)
     return f"{saved[0]}, this one is {live[0]}" if is_other else ""

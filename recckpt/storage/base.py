@@ -122,8 +122,7 @@ class Draft(Sink):
 
     @abstractmethod
     def seal(self) -> None:
-        """Make the bytes durable but not yet visible, so that ``close`` is unlikely to fail. ``close`` does this if
-        needed."""
+        """Make the bytes durable but not yet visible, so that ``close`` can hardly fail. ``close`` seals if needed."""
 
 
 class Listed(NamedTuple):
@@ -162,8 +161,7 @@ class Files(Protocol):
             return file.read(max_bytes)
 
     def drop_cached(self, name: str) -> bool:
-        """Drop cached data of a file; return whether the file is remote, so that a second read may return other
-        bytes."""
+        """Drop cached data of a file; return whether the file is remote, so that a second read may differ."""
         return False
 
     def threads(self, requested: int) -> int:

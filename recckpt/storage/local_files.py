@@ -28,8 +28,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def real_directory(root: Path, name: str) -> Path:
-    """Return the path of a directory below the root; the directory may be missing. NotPlainError if the path has a
-    link."""
+    """Return the path of a directory below the root, existing or not; NotPlainError if the path has a link."""
     place = str(root)
     for segment in filter(None, name.split("/")):
         place = f"{place}/{segment}"

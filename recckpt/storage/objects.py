@@ -119,8 +119,7 @@ class ObjectStorage(Storage):
         return self._upload(name, lambda data: self._fs.pipe_file(self._path(name), data), replaces=True)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Put one small object. Reading it back shows which of two writers was first, so writers must put different
-        bytes."""
+        """Put one small object. Reading it back shows which writer won a race, so writers must put different bytes."""
         self._call("putting", name, lambda: self._put(name, data))
 
     def replace(self, name: str, data: bytes) -> None:

@@ -43,8 +43,7 @@ class UploadSlots:
         self.directory = Path(tempfile.gettempdir(), name)
 
     def take(self) -> int:
-        """Wait for a free slot and return it; TimeoutError, with the holders, if none becomes free. See
-        :meth:`free`."""
+        """Wait for a free slot and return it; TimeoutError, with the holders, if none becomes free."""
         deadline = time.monotonic() + self._timeout_sec
         while True:
             with suppress(FileExistsError):
@@ -122,8 +121,7 @@ class WorkDir(LocalStorage):
         self.device = socket.gethostname(), self._root.stat().st_dev
 
     def new_file(self, n_bytes: int = 0) -> IO[bytes]:
-        """Open a file without a name. Its space of ``n_bytes`` is reserved, so writes through a memory map cannot
-        fail."""
+        """Open a file without a name, with ``n_bytes`` reserved, so that writes through a memory map cannot fail."""
         try:
             with ExitStack() as closed_on_error:
                 file = closed_on_error.enter_context(
