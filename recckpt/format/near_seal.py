@@ -69,7 +69,7 @@ class NearList:
     is_void: bool = False
 
     def counts(self, name: str) -> bool:
-        """Return whether a near save is valid. Rule *epoch_rule*: saves sealed by an overtaken writer are not listed."""
+        """Return whether a near save is valid. Rule *epoch_rule*: saves sealed by an overtaken writer are not."""
         return self.is_of_run(name) and not self.is_void
 
     def is_of_run(self, name: str) -> bool:
