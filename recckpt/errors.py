@@ -36,11 +36,11 @@ class CheckpointExistsError(RecckptError, FileExistsError):
 
 
 class CheckpointInUseError(RecckptError):
-    """A checkpoint is not deleted: it is pinned, the only one, or a base of others; says what to do."""
+    """A checkpoint cannot be deleted: it is pinned, the only one, or a base of others. The message says what to do."""
 
 
 class CorruptCheckpointError(RecckptError):
-    """A file of a checkpoint is not what its checkpoint says it is.
+    """A file of a checkpoint is damaged: its contents differ from what the checkpoint recorded.
 
     Attributes:
         path: the file, as named under the output dir.
@@ -60,7 +60,7 @@ class CorruptCheckpointError(RecckptError):
 
 
 class ConversionError(RecckptError, ValueError):
-    """A source cannot be read or imported, or a checkpoint not exported as asked; then nothing was written.
+    """A source cannot be read or imported, or a checkpoint cannot be exported as requested. Nothing was written.
 
     Attributes:
         path: the file, directory or table.
@@ -98,7 +98,7 @@ class PartlyLoadedError(RecckptError):
 
     Attributes:
         emptied: tables that have no rows now.
-        mixed: tables in which some rows are the checkpoint's and some are not.
+        mixed: tables in which only some rows were replaced by the checkpoint's rows.
     """
 
     def __init__(self, cause: str, *, emptied: Sequence[str] = (), mixed: Sequence[str] = ()) -> None:
@@ -119,7 +119,7 @@ class FormatVersionError(RecckptError):
         found: its format version.
         supported: the newest version that this recckpt reads.
         state: ``"newer"`` or ``"older"``.
-        needed: what reads the file, such as ``"recckpt 1.3"``, as far as known.
+        needed: the version that reads the file, such as ``"recckpt 1.3"``, if known.
     """
 
     def __init__(self, path: str, *, found: object, supported: int, missing: str = "", reader: str = "") -> None:
@@ -165,16 +165,16 @@ class StateMismatchError(RecckptError, ValueError):
 
 
 class LiveTableError(RecckptError, ValueError):
-    """A table of another library cannot be saved or loaded in its memory; says which, why, and what to do."""
+    """A table of another library cannot be saved or loaded in place; the message gives the reason and a remedy."""
 
 
 class MissedRowsError(LiveTableError):
-    """An audit found unmarked changes of a live table's rows: the save has failed, and no delta lacks them.
+    """An audit found changed rows of a live table that no hook had marked. The save fails, so no delta misses them.
 
     Attributes:
         table: its name.
-        n_rows: how many such rows there are.
-        ids: the first of them.
+        n_rows: the number of such rows.
+        ids: the ids of the first of these rows.
     """
 
     def __init__(self, table: str, n_rows: int, ids: Sequence[int]) -> None:
@@ -226,7 +226,7 @@ class WriterFencedError(RecckptError):
 
 
 class ForkedError(RecckptError, RuntimeError):
-    """An object of one process is used in a forked child of it.
+    """An object was used in a forked child of the process that created it.
 
     Attributes:
         made_by: id of the process that the object belongs to.
@@ -268,7 +268,7 @@ class SaveFailedError(RecckptError):
 
 
 class RankLostError(RecckptError):
-    """Ranks can no longer reach one of them; they cannot save or load together any more.
+    """One or more ranks cannot be reached. The remaining ranks can no longer save or load together.
 
     Attributes:
         ranks: the missing ranks, as far as known.
@@ -288,7 +288,8 @@ class RankLostError(RecckptError):
 class CommitNotDurableError(SaveFailedError):
     """The manifest was written, but the storage failed before it was certain to survive a power cut.
 
-    Readers see the checkpoint if it is in place; all older ones are kept, since this one may still be lost.
+    Readers see the checkpoint if its manifest is in place. All older checkpoints are kept, because this one may still
+    be lost.
 
     Attributes:
         is_in_place: whether the manifest was seen after the failure; False if the storage could not tell.

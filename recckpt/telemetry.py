@@ -1,8 +1,8 @@
 """Metrics and spans of saves and loads for OpenTelemetry, if its API is installed.
 
 Each series and span has the attribute ``recckpt.run``, by which one Prometheus tells jobs apart. OpenTelemetry is not
-imported before the first save or load. Its errors, as of a user's processor or provider, are logged once and fail
-nothing.
+imported before the first save or load. An error in OpenTelemetry, such as in a user's processor, is logged once; the
+save or load continues.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Tools:
         self.runs.clear()
 
     def _seconds_under_way(self) -> Iterator[Observation]:
-        """Yield for each run how long its save has taken so far; the oldest if savers share a name."""
+        """Yield, for each run, how long its current save has taken; the oldest save if several savers share a name."""
         from opentelemetry.metrics import Observation
 
         now, saves = time.perf_counter(), [each for each in self.open.copy() if each.what == "save"]
@@ -101,11 +101,10 @@ class _Tools:
 
 
 class Operation:
-    """A running save or load, which is one span; ends once, whatever happens.
+    """A running save or load, recorded as one span. Only the first call of :meth:`end` counts.
 
-    As a context manager it ends with the error that leaves the block, and stays open without one. ``retries`` returns
-    how many storage requests were retried so far; ``is_reported`` is whether this process reports it: one of several
-    ranks does.
+    As a context manager, it ends only if an error leaves the block. ``retries`` returns the number of storage requests
+    retried so far. ``is_reported``: whether this process reports the operation; only one of several ranks does.
     """
 
     def __init__(
@@ -148,10 +147,10 @@ class Operation:
         attributes: Attributes | None = None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
-        """Report how it went; only the first call has an effect.
+        """Report the result of the operation; only the first call has an effect.
 
-        ``attributes`` are added to its span; ``kind`` also becomes an attribute of its metrics. ``measured`` has values
-        by names of instruments; some are recorded for successes only.
+        ``attributes`` are added to the span; ``kind`` is also added to the metrics. ``measured`` maps instrument names
+        to values; some instruments are recorded for successes only.
         """
         if self._tools is None or not self._once.acquire(blocking=False):
             return

@@ -1,4 +1,4 @@
-"""Arrow files (Feather), streams and directories of them; columns of files of rows to ids, vectors and slots."""
+"""Reads Arrow files (Feather), streams and directories of these; maps columns to ids, vectors and slots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 
 
 class Columns:
-    """How the columns of files of rows become ids and slots, judged by the first batch.
+    """How the columns of files of rows become ids and slots, derived from the first batch.
 
     ConversionError if a column is missing or has a type that no slot has.
     """
@@ -126,9 +126,9 @@ class Columns:
 def file_rows(
     format: str, files: SourceFiles, names: Sequence[str], batches: Batches, options: ImportOptions, *, n_rows: int
 ) -> ImportSource:
-    """Return a source of one table in files of rows, read one after another, with one schema and ``n_rows`` in all.
+    """Return a source of one table in files of rows that share one schema and have ``n_rows`` rows in total.
 
-    ConversionError if no row shows what the columns are, or a table cannot have them.
+    ConversionError if no row shows the types of the columns, or a table cannot have these columns.
     """
     with whole(files, names[0]):
         first = next((batch for name in names for batch in batches(name) if batch.num_rows), None)
@@ -158,7 +158,7 @@ def file_rows(
 
 @contextmanager
 def whole(files: SourceFiles, name: str, kind: str = "file") -> Iterator[None]:
-    """Name the file in errors of Arrow."""
+    """Turn an error of Arrow in the block into a ConversionError that names the file."""
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError, EOFError) as error:

@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint, in and out, without a process group: tensors are joined from all ranks' pieces.
+"""Reads and writes torch.distributed.checkpoint without a process group; joins each tensor from all ranks' pieces.
 
-Its ``.metadata`` is a pickle, read without its classes, so that it cannot run code.
+Its ``.metadata`` file is a pickle. The reader does not load the pickled classes, so the file cannot run code.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _StandIn:
 
 
 class _Reader(pickle.Unpickler):
-    """Accepts the names of the format's classes and of dtypes, and loads none of them."""
+    """An unpickler that accepts the names of the format's classes and of dtypes, but loads no class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):

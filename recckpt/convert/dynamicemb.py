@@ -1,8 +1,8 @@
 """A dump of dynamicemb (NVIDIA), in and out.
 
-A dump has a directory a collection, with files for each table and rank: int64 keys, float32 values, int64 scores and
-float32 optimizer states, one row a key; and the optimizer's settings once a table. An export is one collection as of
-one rank, which any number of ranks loads.
+A dump has one directory per collection. For each table and rank, this directory has files of int64 keys, float32
+values, int64 scores and float32 optimizer states, with one row per key; for each table, it has one file of optimizer
+settings. An export is one collection, written as if by one rank; any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DumpedTable:
 
     @property
     def optimizer(self) -> str:
-        """The kind of the optimizer whose states become slots; "" if no states do."""
+        """The kind of optimizer whose states become slots; "" if no states become slots."""
         kind, width, dim = self.settings.get("opt_type"), self.widths.get(_STATES), self.widths[_VALUES]
         if kind not in _SLOTS or not width:
             return ""
@@ -272,7 +272,7 @@ def _kind_of(table: TableView) -> str:
 
 
 def _settings_of(table: TableView, scalars: Mapping[str, Any], left: list[LeftOut]) -> dict[str, Any]:
-    """Return the optimizer's settings as a dump has them; {} if its states cannot be exported."""
+    """Return the optimizer's settings in the form of a dump; {} if its states cannot be exported."""
     kind = _kind_of(table)
     if not kind:
         return {}
@@ -292,7 +292,7 @@ def _settings_of(table: TableView, scalars: Mapping[str, Any], left: list[LeftOu
 
 
 def _kept(table: TableView, has_states: bool, left: list[LeftOut]) -> TableView:
-    """Return a table without slots that a dump cannot hold; ConversionError for vectors that it cannot hold."""
+    """Return the table without the slots that a dump cannot hold; ConversionError if a dump cannot hold its vectors."""
     vectors = {slot.name: slot for slot in table.slots}.get(EMBEDDING)
     if vectors is None or vectors.dtype not in _FLOATS or len(vectors.shape) != 1:
         found = "no vectors" if vectors is None else f"vectors of {vectors.dtype} {vectors.shape}"
@@ -306,6 +306,6 @@ def _kept(table: TableView, has_states: bool, left: list[LeftOut]) -> TableView:
 
 
 def _score_slot(table: TableView) -> str:
-    """Return the slot whose values become scores: imported ones, or counts; "" if there is none."""
+    """Return the slot whose values become scores: imported scores or look-up counts; "" if there is no such slot."""
     dtypes = {slot.name: slot.dtype for slot in table.slots}
     return next((name for name in (_SCORE, _COUNT) if dtypes.get(name) == "int64"), "")

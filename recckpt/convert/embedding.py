@@ -1,4 +1,4 @@
-"""A dense matrix a table for ``nn.Embedding``: row i is that of id i; rows without an id are zeros."""
+"""One dense matrix per table, for ``nn.Embedding``: row i belongs to id i; rows without an id are zeros."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ class Exported:
     """What :func:`export_checkpoint` wrote.
 
     Attributes:
-        ckpt_id: of the checkpoint.
-        target: where to.
-        format: which.
+        ckpt_id: id of the checkpoint.
+        target: path or URL of the export.
+        format: name of the format.
         metadata: description in the target: rows and slots of each table, largest error of narrowed vectors.
         left_out: what the format cannot hold.
-        n_bytes: size of its files.
-        skipped: with ``skip_damaged``: what is missing because of damage, to it or to a newer link.
+        n_bytes: size of the written files.
+        skipped: with ``skip_damaged``: what is missing because its file, or a newer link, is damaged.
     """
 
     ckpt_id: str
@@ -83,17 +83,18 @@ def export_checkpoint(
         slots: columns beside the ids; None for the format's default, which is ``embedding`` in formats for serving,
             and all with ``skip_damaged``.
         where: a filter of rows, as in a load_conf.
-        dtype: ``float16`` or ``bfloat16`` for the vectors, and for the dense tensors of floats where the format holds
-            them; ``int8`` for the vectors alone, whose largest error is in the metadata.
-        since: id or path of this checkpoint or one in its chain: write only rows changed since then, and ids
-            deleted.
+        dtype: ``float16`` or ``bfloat16`` for the vectors, and for dense tensors of floats if the format holds dense
+            tensors; ``int8`` for the vectors only. The metadata states the largest error of the vectors.
+        since: id or path of this checkpoint or of a link in its chain: write only rows changed, and ids deleted, since
+            then.
         skip_damaged: leave out what is damaged and list it in ``skipped`` and in the metadata. The newest checkpoint of
-            an output dir is taken even if it is damaged. Each exported row is as the checkpoint has it: if a link of a
-            delta lost rows, older links' rows in the same buckets are left out too, as they may be out of date.
+            an output dir is taken even if it is damaged. Each exported row has its value in the checkpoint: if a link
+            of a delta lost rows, rows of older links in the same buckets are left out too, because they may be out of
+            date.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as of CheckpointReader; with
-            ``skip_damaged`` only of the manifest.
+        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as for CheckpointReader; with
+            ``skip_damaged``, only if the manifest is damaged or too new.
         ConversionError: the target cannot hold what is asked for, or there is no such table or slot.
         FileExistsError: the target exists.
         OSError: a storage failed.
@@ -159,7 +160,7 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice) -> Export
 def _opened_damaged(
     storage: Storage, checkpoint: Checkpoint, choice: _Choice, skipped: list[Skipped], *, with_tensors: bool
 ) -> Export:
-    """Open what is undamaged; add the rest to ``skipped``."""
+    """Open the undamaged tables and tensors; add the damaged parts to ``skipped``."""
     chosen, chain, views = _chosen(checkpoint, choice), OpenChain.of(storage, checkpoint), []
     for table in chosen:
         rows = WholeRows(storage, checkpoint, table.name)
@@ -242,7 +243,7 @@ def _states_left(
 
 
 def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
-    """Return how many links of a chain are newer than the one of this id or path; ConversionError if none is it."""
+    """Return the number of links newer than the link with this id or path; ConversionError if the chain lacks it."""
     around, name = open_parent(since) if "/" in since else (storage, since)
     ours, theirs = (each.url if "://" in each.url else os.path.realpath(each.url) for each in (storage, around))
     for number, link in enumerate(checkpoint.links):

@@ -1,4 +1,4 @@
-"""The formats: those that are read, by name or recognised by their files, and those that are written.
+"""The formats that recckpt reads (named by the caller, or recognised by their files) and writes.
 
 A format is a module: ``recognises(files)`` and ``open_source(files, options)`` read it, ``write(export, files,
 progress)`` writes it.
@@ -62,7 +62,7 @@ def open_source(files: SourceFiles, format: str | None, options: ImportOptions) 
 
 
 def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> None:
-    """Refuse options for tensors if the source is files of rows, and vice versa."""
+    """Raise an error for options that apply to tensors if the source is files of rows, and vice versa."""
     plain, asked = ImportOptions(), dict[str, bool]()
     if name in _OF_ROWS | _OF_TABLES:
         asked["tensors that are to be tables"] = bool(options.as_table)
@@ -79,7 +79,7 @@ def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> Non
 
 
 def _named(source: ImportSource, names: Mapping[str, str], path: str) -> ImportSource:
-    """Return a source with renamed tables, in its sparse optimizer's state too; ConversionError for unknown names."""
+    """Return a source with renamed tables, also in its sparse optimizer's state; ConversionError for unknown names."""
     contents = source.contents
     there = [table.name for table in contents.tables]
     for name in names:
@@ -99,7 +99,7 @@ def _named(source: ImportSource, names: Mapping[str, str], path: str) -> ImportS
 
 
 def _in_floats(source: ImportSource) -> ImportSource:
-    """Return a source whose vectors are floats where an export wrote int8 and a scale a row."""
+    """Return a source whose vectors are floats if an export wrote int8 with one scale per row."""
     contents, narrow = source.contents, dict[str, SourceTable]()
     for table in contents.tables:
         kinds = {slot.name: slot for slot in table.slots}

@@ -77,8 +77,9 @@ def import_checkpoint(
 ) -> ImportPlan:
     """Read what another program saved, and commit it as a full checkpoint; see docs/convert.md.
 
-    Reads and checks everything before it writes to the output dir, which it then takes over from any running
-    writer. Needs memory for ``budget_bytes`` and the largest dense tensor; rows wait in a file of the work dir.
+    Reads and checks everything before it writes to the output dir. Then it takes the output dir over from any running
+    writer. Needs memory for ``budget_bytes`` and the largest dense tensor; rows are sorted in a temporary file in the
+    work dir.
 
     Args:
         source: a file or a directory; a path or any fsspec URL.
@@ -86,15 +87,16 @@ def import_checkpoint(
         format: a name of ``recckpt.convert.SOURCES``; None to look at the files.
         tables: only these tables, by their names in the checkpoint; None for all. Dense state comes along either way.
         options: what the source does not say about itself.
-        model: of a file of ``torch.save``: the model whose parameters the optimizers in it have, or one with tables in
-            place of embeddings; the moments of both go to their parameters and rows by its names. Not needed where the
-            file names them, or where they are in the order of its tensors.
-        optimizers: live optimizers, by the names of their states in that file, where an optimizer has some of the
-            parameters, or others than all in order; a sparse optimizer gives the names of the slots.
+        model: for a file of ``torch.save``: the model whose parameters the optimizers in the file train, or the same
+            model with tables in place of embeddings. Its names assign the optimizer states to parameters and rows. Not
+            needed if the file names the parameters, or if they are in the order of its tensors.
+        optimizers: for a file of ``torch.save``: name of a state in the file -> the live optimizer. Needed if an
+            optimizer trains only some of the parameters, or trains them in another order; a sparse optimizer determines
+            the names of the slots.
         step: the step of the checkpoint; None for the source's, or 0.
         dry_run: read no rows and write nothing.
-        work_dir: where rows wait; None for the output dir if it is local, else the system's directory of temporary
-            files.
+        work_dir: directory of the temporary file of rows; None for the output dir if it is local, else the system's
+            directory of temporary files.
         budget_bytes: memory for rows.
 
     Raises:
@@ -182,7 +184,7 @@ def _imported(
 def _write(to: Attempt, plan: ImportPlan, tables: Sequence[RowRuns], advance: Callable[[int], object]) -> Content:
     """Write all files of a checkpoint and return its content.
 
-    It has a shard for each position in the data, so that each rank that resumes takes its own.
+    The checkpoint has one shard per position in the data, so that each rank that resumes restores its own position.
     """
     records, rows, contents = [], Counter[str](), plan.contents
     n_shards = max(1, len(contents.io_state))

@@ -1,4 +1,4 @@
-"""numpy, in and out: a directory with ``id.npy`` and a matrix a slot; reads also one ``.npz`` or one matrix."""
+"""numpy, in and out: a directory with ``id.npy`` and one matrix per slot; also reads one ``.npz`` or one matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet, in and out: a column of ids, one of vectors, others as slots; an export has a directory a table."""
+"""Parquet, in and out: one column of ids, one of vectors, others as slots; an export has one directory per table."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
 
 
 def _exported_table(schema: pa.Schema, path: str) -> str:
-    """Return the table that a file is an export of; "" for files of other programs."""
+    """Return the name of the table that recckpt exported to this file; "" for files of other programs."""
     try:
         record = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
     except ValueError:
@@ -71,7 +71,7 @@ def _exported_table(schema: pa.Schema, path: str) -> str:
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write all tables; an increment's deleted ids in a directory beside each."""
+    """Write all tables; for an increment, write each table's deleted ids to a directory beside the table's."""
     of_ids = pa.field("id", pa.int64(), nullable=False)
     for table in export.tables:
         fields = [of_ids]

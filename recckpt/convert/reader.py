@@ -1,4 +1,4 @@
-"""``recckpt.convert.SourceReader``: looks into what another program saved, without importing it."""
+"""``recckpt.convert.SourceReader``: reads files of another program without importing them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 class SourceReader(AbstractContextManager["SourceReader"]):
     """Reads what another program saved as :class:`recckpt.CheckpointReader` reads a checkpoint; nothing is written.
 
-    A dense tensor of one dimension or more is also a table, if slots can have its dtype: its rows by number,
-    under ``embedding``. There are no checksums: damage to values is not noticed. A look-up reads the whole table,
-    or only the rows asked for if it is a tensor. Files of ``torch.save`` and DCP need torch. Not thread-safe.
+    A dense tensor of one dimension or more is also a table, if slots can have its dtype: the row index is the id, and
+    the row is the slot ``embedding``. There are no checksums: damage to values is not noticed. A look-up reads the
+    whole table, or only the rows asked for if it is a tensor. Files of ``torch.save`` and DCP need torch. Not
+    thread-safe.
 
     Args:
         path: a file or directory of a format in ``recckpt.convert.SOURCES``; any fsspec URL.
@@ -88,7 +89,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         """Do nothing: files are open only while they are read."""
 
     def tables(self) -> list[str]:
-        """Return the names of the tables, not those of tensors."""
+        """Return the names of the tables, without the tensors that are also tables."""
         return [table.name for table in self.contents.tables]
 
     def slots(self, name: str) -> Sequence[SlotSpec]:
@@ -120,9 +121,9 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         return (_batch(rows, table, slots) for rows in self._rows(table, sought))
 
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
-        """Return one row for each of ``ids``, in their order, and which of them the table has.
+        """Return one row for each of ``ids``, in their order, and a mask of the ids that the table has.
 
-        Arguments and result are those of :meth:`recckpt.CheckpointReader.lookup`.
+        Arguments and result are as for :meth:`recckpt.CheckpointReader.lookup`.
 
         Raises:
             KeyError: no such table, tensor or slot.
@@ -182,10 +183,10 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         return self._tensor(name).whole()
 
     def read_through(self, item: SourceTable | SourceTensor) -> Iterator[int]:
-        """Internal: read all of a table or tensor of the contents, and yield how many bytes, a step at a time.
+        """Internal: read a whole table or tensor in steps, and yield the number of bytes of each step.
 
         Raises:
-            ConversionError: a file is damaged, or what it holds is not as the source says.
+            ConversionError: a file is damaged, or its contents differ from what the source declares.
         """
         if isinstance(item, SourceTable):
             n_rows = 0

@@ -61,7 +61,7 @@ class _Step(NamedTuple):
 def state_here(
     dense: Mapping[str, SourceTensor], tables: Slots, left: list[LeftOut], url: str
 ) -> tuple[dict[str, Any], list[SourceTensor]]:
-    """Return the sparse optimizer's state in the form it has here, and the dense blocks that do not belong to it."""
+    """Return the sparse optimizer's state in recckpt's form, and the dense blocks that belong to other state."""
     users = {rule.prefix: [t for t, slots in tables.items() if set(rule.here) <= set(slots)] for rule in RULES}
     steps, others = [], []
     for name, tensor in dense.items():
@@ -95,7 +95,7 @@ def state_here(
 def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tuple[Rule, str | None] | None:
     """Return the optimizer (and table, if it counts by table) whose steps a dense block counts; None for others.
 
-    A name may have two readings (is ``..._sum_step`` of a table ``sum``?): the one whose slots exist wins.
+    A name can be ambiguous (does ``..._sum_step`` belong to a table ``sum``?): the reading whose slots exist is taken.
     """
     owners: list[tuple[Rule, str | None]] = []
     for rule in RULES:
@@ -116,7 +116,7 @@ def _number(tensor: SourceTensor, name: str, url: str) -> int:
 
 
 def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut]) -> dict[str, Any]:
-    """Return the step of each table: its own, else the common one, else the highest of merged tables."""
+    """Return the step of each table: its own step, else the common step, else the highest step of the merged tables."""
     own = {step.table: step.n for step in steps if step.table in names}
     merged = [step for step in steps if step.table is not None and step.table not in names]
     shared = next((step.n for step in steps if step.table is None), max((step.n for step in merged), default=None))
@@ -131,7 +131,7 @@ def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut])
 
 
 def scalars_there(state: Mapping[str, Any], tables: Slots, left: list[LeftOut]) -> Iterator[tuple[str, Array]]:
-    """Yield the sparse optimizer's scalars as RecIS names them; list in ``left`` what RecIS cannot hold."""
+    """Yield the sparse optimizer's scalars under RecIS's names; append to ``left`` what RecIS cannot hold."""
     slots = set(state.get("slots", ()))
     rule = next((each for each in RULES if slots and slots == set(each.here)), None)
     names = [name for name, its_slots in tables.items() if slots <= set(its_slots)] if rule else []

@@ -39,8 +39,8 @@ class _SortedRun(NamedTuple):
 class RowRuns:
     """The rows of one table, added in any order and read in bucket order. Not thread-safe.
 
-    ``budget_bytes`` is about the memory for rows not yet in the file; ``new_file`` opens a temporary file that goes
-    when it is closed.
+    ``budget_bytes`` is the approximate memory for rows that are not yet in the file; ``new_file`` opens a temporary
+    file that is deleted on close.
     """
 
     def __init__(self, table: SourceTable, budget_bytes: int, new_file: Callable[[], IO[bytes]]) -> None:
@@ -54,7 +54,7 @@ class RowRuns:
         self._runs: list[_SortedRun] = []
 
     def add(self, rows: SourceRows) -> None:
-        """Take rows; they are copied only when a run is written."""
+        """Add rows; the arrays are copied only when a run is written."""
         self._waiting.append(rows)
         self._n_waiting += len(rows.ids)
         self.n_rows += len(rows.ids)

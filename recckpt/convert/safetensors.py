@@ -1,7 +1,7 @@
 """safetensors, in and out: one file, several with an index, or the shards that torch writes.
 
-``HuggingFaceStorageWriter(save_distributed=True)`` writes files with parts of tensors. The metadata of each file says
-where its tensors begin, of whole ones too, but not how many shards there are.
+``HuggingFaceStorageWriter(save_distributed=True)`` writes files with parts of tensors. The metadata of each file gives
+the offset of each tensor, whole tensors included, but not the number of shards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open one file, those that an index names, the only one of a directory, or all shards in it."""
+    """Open one file, the files that an index names, the only file of a directory, or all shards in a directory."""
     if files.is_file and files.names[0].endswith(_INDEX_SUFFIX):
         files = SourceFiles(files.url.rpartition("/")[0] or ".")
     parts = {name: read_header(files, name) for name in _parts(files)}
@@ -139,7 +139,7 @@ def _tensor(key: str, its_pieces: list[tuple[SourceTensor, tuple[int, ...]]], fi
 
 
 def _offsets(name: str, part: TensorFile, files: SourceFiles) -> _Offsets:
-    """Return where the tensors of a file begin; ConversionError if its metadata does not say so for each."""
+    """Return the offsets of a file's tensors; ConversionError if its metadata lacks one."""
     text = part.metadata.get(_SHARDING, "{}")
     try:
         listed = json.loads(text)

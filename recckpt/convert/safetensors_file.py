@@ -1,4 +1,4 @@
-"""The safetensors format: a JSON header, checked before use, and the values after it; without the library.
+"""Reads and writes the safetensors format without its library: a JSON header, checked before use, then the values.
 
 Follows the format's own description (github.com/huggingface/safetensors). RecIS writes ``bool`` in lower case.
 """
@@ -97,7 +97,7 @@ def _tensor(files: SourceFiles, name: str, key: str, entry: Any, begin: int) -> 
 
 
 def _check_places(path: str, header: Mapping[str, Any], n_bytes: int) -> None:
-    """Refuse values that overlap, leave gaps, or exceed the file."""
+    """Raise ConversionError if values of tensors overlap, leave gaps, or exceed the file."""
     at = 0
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["data_offsets"][0] != at:

@@ -30,15 +30,15 @@ _EVERYWHERE = (0, N_BUCKETS)
 
 @dataclass(frozen=True)
 class Skipped:
-    """Something that an export left out because it, or a newer link, is damaged.
+    """Rows or a tensor that an export left out because their file, or a newer link of the chain, is damaged.
 
     Attributes:
         file: the damaged file, as named under the output dir.
         reason: what is wrong with it.
-        table: whose rows are missing; "" for anything but rows.
-        batch: number in the part; None for all batches of the table in it.
+        table: the table whose rows are missing; "" for anything but rows.
+        batch: index of the batch in the part; None for all batches of the table in it.
         buckets: the range of buckets [begin, end) in which rows are missing; None for anything but rows.
-        rows: how many are missing by the catalog: None if that is damaged, 0 for deletes.
+        rows: number of missing rows according to the catalog; None if the catalog is damaged, 0 for deletes.
         tensor: name of a dense tensor; "" for anything else.
     """
 
@@ -71,8 +71,8 @@ class WholeRows:
     """The undamaged rows of a table that no newer link may have changed. Reads the whole table when made.
 
     A row of an older link is left out if a newer link lost rows or deletes in its bucket: it may be out of date or
-    deleted. So every row is as the checkpoint has it. Keeps 8 bytes a row of newer links, and a byte a row of older
-    ones.
+    deleted. So every returned row has its value in the checkpoint. Uses 8 bytes of memory per row of newer links and 1
+    byte per row of older links.
     """
 
     def __init__(self, storage: Storage, checkpoint: Checkpoint, table: str) -> None:
@@ -107,7 +107,7 @@ class WholeRows:
                 yield record_batch(reader.specs, columns if whole.kept is None else [c[whole.kept] for c in columns])
 
     def _is_last(self, link: Checkpoint | CorruptCheckpointError) -> bool:
-        """Find the undamaged rows of a link; say whether no older link counts, or none can be known to."""
+        """Find the undamaged rows of a link; return whether to ignore all older links."""
         if isinstance(link, CorruptCheckpointError):
             self._skip(link.path, f"{link.found}: what it and older links have is unknown", _EVERYWHERE, None)
             return True
@@ -149,7 +149,7 @@ class WholeRows:
             self._compare_counts(link, catalogs)
 
     def _compare_counts(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> None:
-        """Skip the rows and deletes that the manifest counts and no catalog has: their ids are unknown."""
+        """Add the rows and deletes to ``skipped`` that the manifest counts but no catalog lists."""
         entry = link.manifest.named_table(self._entry.name)
         path = layout.join(link.directory, layout.MANIFEST)
         deletes = entry.delta.deletes if entry.delta else 0
@@ -174,7 +174,7 @@ class WholeRows:
                 yield catalog
 
     def _batches(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> Iterator[tuple[Part, int, Int64s]]:
-        """Yield the ids of undamaged batches; skip the others, and batches with ids that their shard deletes too."""
+        """Yield the ids of undamaged batches; skip damaged ones, and those with an id that their shard also deletes."""
         for catalog in catalogs:
             deleted = NamedIds()
             for part, number, ids in self._whole_batches(link, catalog):
@@ -187,7 +187,7 @@ class WholeRows:
                 yield part, number, ids
 
     def _whole_batches(self, link: Checkpoint, catalog: Catalog) -> Iterator[tuple[Part, int, Int64s]]:
-        """Yield the ids of the batches with undamaged columns, deletes first; skip the others."""
+        """Yield the ids of the batches whose columns are undamaged, deletes first; skip damaged batches."""
         files = files_of(self._storage, link)
         for part, numbers, order in (
             (*each, order)
@@ -227,7 +227,8 @@ class WholeRows:
 def whole_tensors(files: OpenFiles, checkpoint: Checkpoint, skipped: list[Skipped], *, read: bool) -> DenseTensors:
     """Return the dense tensors without those that have a damaged block; none if an index is damaged.
 
-    What is left out is added to ``skipped``. Values are only checked with ``read``: not needed without exporting them.
+    Adds what is left out to ``skipped``. Checks values only if ``read`` is set, because a caller that does not export
+    them need not check them.
     """
     directory, manifest = checkpoint.directory, checkpoint.manifest
     try:

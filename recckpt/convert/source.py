@@ -25,7 +25,7 @@ _RESERVED = frozenset({"", "id", "table", "op"})  # part of the format
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Some rows of a table: ids, and one array a slot, of shape (rows, *slot_shape), in the order of the slots.
+    """Some rows of a table: ids, and one array per slot, of shape (rows, *slot_shape), in the order of the slots.
 
     Values of bfloat16 come as uint16 bit patterns.
     """
@@ -55,12 +55,12 @@ class SourceTable:
         return 8 + sum(slot.row_bytes for slot in self.slots)
 
     def steps(self, n_rows: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges [begin, end) in which so many rows are read."""
+        """Yield the consecutive ranges [begin, end) in which ``n_rows`` rows are read."""
         step = max(1, STEP_BYTES // self.row_bytes)
         yield from ((begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step))
 
     def check(self, source: str) -> None:
-        """Raise ConversionError if a checkpoint cannot have its name, or those of its slots."""
+        """Raise ConversionError if the table's name or a slot's name is not valid in a checkpoint."""
         try:
             check_table_name(self.name)
         except ValueError as error:
@@ -92,7 +92,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something of a source that the result lacks, or has in another form, and why."""
+    """Something in a source that the result lacks, or has in another form, and the reason."""
 
     name: str
     reason: str
@@ -115,7 +115,7 @@ class SourceContents:
 
 @dataclass(frozen=True)
 class ImportSource:
-    """An open source; all that can be checked without reading its rows has been."""
+    """An open source. Everything that can be checked without reading its rows has been checked."""
 
     contents: SourceContents  # what it holds
     # yields all rows of a table in any order, some megabytes at a time, and closes each file once it is read;
@@ -125,7 +125,7 @@ class ImportSource:
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the caller adds about a source that does not describe itself.
+    """Facts about a source that its files do not state, supplied by the caller.
 
     Attributes:
         table: the name of the one table in files of rows; "" for the file's name.

@@ -21,7 +21,7 @@ _MOST_LISTED = 20
 
 
 class SourceFiles:
-    """Lists and opens the files of a source. Follows links: they are the caller's own, as in a cache.
+    """Lists and opens the files of a source. Follows symbolic links, because the caller made them, such as in a cache.
 
     ``names`` are relative to the directory, in order; a single file has its own name. ConversionError if there is
     nothing, or a checkpoint of recckpt; ValueError if no storage takes the URL.
@@ -75,7 +75,7 @@ class SourceFiles:
         return SourceFiles(f"{self.url.rstrip('/')}/{directory}")
 
     def ending(self, *endings: str) -> list[str]:
-        """Return the names with one of these suffixes, without those hidden by the rules of Spark and Hive."""
+        """Return the names with one of these suffixes, except hidden files by the rules of Spark and Hive."""
         parts = ((name, name.split("/")) for name in self.names)
         return [n for n, segments in parts if n.endswith(endings) and not any(s[0] in "_." for s in segments)]
 
@@ -115,7 +115,7 @@ class SourceFiles:
         return value
 
     def array(self, name: str, begin: int, dtype: np.dtype[np.generic], shape: Sequence[int]) -> Array:
-        """Return values that begin at a byte of a file; ConversionError if the file is too short."""
+        """Return the array that starts at a byte offset of a file; ConversionError if the file is too short."""
         n_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
         values = np.empty(n_bytes, np.uint8)
         with self.open(name) as file:

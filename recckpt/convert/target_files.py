@@ -1,4 +1,4 @@
-"""The files of an export: all of them are written, or none; and what an import reads of them again."""
+"""Writes the files of an export, all or none, and reads an export's metadata for an import."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class TargetFiles:
 
 
 def scratch(stack: ExitStack, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return an array of zeros, mapped from a temporary file that goes with the stack."""
+    """Return an array of zeros, mapped from a temporary file that is deleted when the stack closes."""
     file = stack.enter_context(WorkDir(tempfile.gettempdir()).new_file(int(np.prod(shape)) * dtype.itemsize))
     return np.memmap(file, dtype, "r+", shape=shape) if shape[0] else np.empty(shape, dtype)
 
 
 def file_name(table: str) -> str:
-    """Return a table's name as any file system takes it; ConversionError if it is too long."""
+    """Return a table's name encoded so that it is valid on any file system; ConversionError if it is too long."""
     name = layout.encode_name(table)
     if len(name) > layout.MAX_ID_BYTES:
         found, expected = f"a name of {len(name)} bytes once encoded", f"at most {layout.MAX_ID_BYTES} in a file name"
@@ -123,14 +123,14 @@ def exported_tables(files: SourceFiles, format: str) -> list[str]:
 
 
 def check_is_whole(record: Mapping[str, Any], path: str) -> None:
-    """Refuse an export that is an increment."""
+    """Raise ConversionError if the export is an increment."""
     if "since" in record:
         found = f"the rows that have changed since {record['since']!r}"
         raise ConversionError(path, "", found=found, expected="whole tables", remedy="export without --since")
 
 
 def check_is_one_table(files: SourceFiles, names: Sequence[str]) -> None:
-    """Refuse files that are an increment's deleted ids."""
+    """Raise ConversionError if the files hold the deleted ids of an increment."""
     for name in names:
         above = f"{files.url.rstrip('/')}/{name}" if not files.is_file else files.url
         if any(part.endswith(DELETES) for part in above.split("/")[:-1]):

@@ -1,4 +1,4 @@
-"""A source of named tensors: dense state, except those that are to be tables."""
+"""A source of named tensors: dense state, except the tensors that become tables."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class SourceBox:
 def tensor_source(
     contents: SourceContents, tensors: Mapping[str, SourceTensor], tables: Sequence[TensorTable], path: str
 ) -> ImportSource:
-    """Return a source whose dense tensors are those that no table is made of.
+    """Return a source whose dense tensors are the tensors that are not part of a table.
 
-    ``contents`` has what is neither tensors nor rows. ConversionError if a table's tensors do not fit together.
+    ``contents`` has everything that is neither a tensor nor a row. ConversionError if a table's tensors do not fit
+    together.
     """
     by_name = {table.name: table for table in tables}
     used = {tensor.name for table in tables for tensor in (*filter(None, [table.ids]), *table.slots.values())}
@@ -119,7 +120,7 @@ def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, p
 def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[SourceBox], url: str) -> SourceTensor:
     """Return a tensor whose values are read from pieces in several files.
 
-    ConversionError if a piece leaves the tensor, or a value is missing or there twice.
+    ConversionError if a piece exceeds the tensor's bounds, or a value is missing or repeated.
     """
     pieces = sorted(pieces, key=lambda piece: piece.offsets)
     for piece in pieces:
@@ -150,7 +151,7 @@ def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence
 
 
 def _overlap(pieces: Sequence[SourceBox]) -> bool:
-    """Say whether two pieces, sorted by offsets, share a value."""
+    """Return whether two of the pieces, sorted by offsets, overlap."""
     running: list[SourceBox] = []  # those that reach as far as the piece in the first dimension
     for piece in pieces:
         if not piece.offsets:

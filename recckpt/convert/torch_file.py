@@ -38,7 +38,7 @@ def load_torch(files: SourceFiles, name: str) -> Any:
 
 
 def _reason_of(error: Exception) -> str:
-    """Return torch's reason, without its advice to load the file all the same."""
+    """Return torch's error message without its advice to load the file with ``weights_only=False``."""
     lines = [line.strip().partition("WeightsUnpickler error: ")[-1] or line.strip() for line in str(error).splitlines()]
     advice = ("weights_only", "Weights only load failed")
     lines = [line.partition(" Please ")[0] for line in lines if line and not any(words in line for words in advice)]
@@ -83,7 +83,7 @@ def split_values(state: Mapping[str, Any], path: str) -> tuple[dict[str, SourceT
 
 
 def portable_values(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return values as a checkpoint holds them; ConversionError if it cannot."""
+    """Return values in types that a checkpoint can hold; ConversionError if it cannot hold them."""
     from recckpt.dense.state_copy import portable
 
     try:

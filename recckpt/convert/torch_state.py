@@ -103,8 +103,8 @@ class PlacedStates:
 def _placed(extra: Mapping[str, Any], order: ParameterOrder, optimizers: Mapping[str, Any], path: str) -> PlacedStates:
     """Sort the states of optimizers beside a model into slots of tables and dense optimizers.
 
-    ``optimizers`` are live ones, by the names of their states in the file. ConversionError if the file has no state of
-    one of them, or one of other parameters.
+    ``optimizers`` maps names of states in the file to live optimizers. ConversionError if the file lacks one of these
+    states, or the state belongs to other parameters.
     """
     placed = PlacedStates(dict(_flat(extra)))
     states = {name: _numbered(value) for name, value in placed.extra.items() if _is_state(value)}
@@ -149,7 +149,7 @@ def _place_rows(
     live: Any,
     path: str,
 ) -> None:
-    """Put the state of a table's rows into slots; list what no optimizer of tables has."""
+    """Put the state of a table's rows into slots; list the entries that no optimizer of tables has."""
     table, what = weight.name, f"{optimizer}, table {weight.name}"
     prefix = PREFIXES["Adagrad"] if _SUM in values else ""  # of slots: by the class of the rule, or by what it has kept
     if values.keys() >= _MOMENTS:
@@ -180,7 +180,7 @@ def _place_rows(
 def _place_dense(
     placed: PlacedStates, name: str, saved: Mapping[str, Any], names: Sequence[str], order: ParameterOrder, *, live: Any
 ) -> None:
-    """Put the state of dense parameters back, with their names and shapes; drop an optimizer without any."""
+    """Keep the state of dense parameters, with their names and shapes; drop an optimizer that has none."""
     from recckpt.dense.optimizers import SHAPES, lineage_of
 
     groups, state, of_parameters = [], dict[int, Any](), iter(names)
@@ -212,7 +212,7 @@ def _indices(saved: Mapping[str, Any]) -> list[Any]:
 
 
 def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state that numbers its parameters and names them beside; those of FSDP and DCP only have names."""
+    """Return a state with parameter indices and a list of names; states of FSDP and DCP have only names."""
     if all(type(each) is int for each in _indices(saved)):
         return saved
     numbers, groups, state = count(), [], dict[int, Any]()
@@ -224,7 +224,7 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield objects by name; each state in a list, as Lightning writes it, as its own object."""
+    """Yield objects by name; each entry of a list of states, as Lightning writes it, becomes its own object."""
     for name, value in extra.items():
         if isinstance(value, list | tuple) and value and all(map(_is_state, value)):
             yield from ((f"{name}_{number}", state) for number, state in enumerate(value))
@@ -233,20 +233,20 @@ def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class ParameterOrder:
-    """Finds the names of parameters: by the file, a live optimizer, a model, or the order of the tensors.
+    """Finds the names of parameters from the file, a live optimizer, a model, or the order of the tensors.
 
-    ``tensors`` are those of the file, ``tables`` those of them that become tables. ``model`` has the parameters, or
-    tables in their place.
+    ``tensors`` are the tensors of the file; ``tables`` are the tensors that become tables. ``model`` has the
+    parameters, or tables in place of some parameters.
     """
 
     def __init__(self, tensors: Mapping[str, SourceTensor], tables: Collection[str], model: Any) -> None:
         self.tensors, self.tables, self.model = tensors, tables, model
 
     def names(self, saved: Mapping[str, Any], optimizer: Any, *, n_saved: int) -> list[str]:
-        """Return the names for the indices of a saved state, in their order; ValueError says why they are unknown.
+        """Return the parameter names of a saved state, in order of index; ValueError if they are unknown.
 
-        ``optimizer`` is a live one over the same parameters; ``n_saved`` counts the parameters of all optimizers in the
-        file.
+        ``optimizer`` is a live optimizer of the same parameters; ``n_saved`` is the number of parameters of all
+        optimizers in the file.
         """
         indices = _indices(saved)
         n = len(indices)
@@ -303,7 +303,7 @@ class ParameterOrder:
                 yield [name for name in order if name in self.tables]
 
     def _in_file(self, name: str) -> str:
-        """Return the file's name for a model's parameter, a table, or the parameter that stands for its rows."""
+        """Return the file's name for a model's parameter, a table, or the parameter that stands for a table's rows."""
         plain = name.removesuffix(".anchor")
         names = [name, f"{name}.weight", plain, f"{plain}.weight"]
         names += [prefix + each for each in names for prefix in _PREFIXES]

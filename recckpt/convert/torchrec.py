@@ -75,7 +75,7 @@ class PlacedIds:
 
 
 def recognises(files: SourceFiles) -> bool:
-    """Say no: other models name their tensors so too."""
+    """Return False: other models use the same tensor names, so the format must be named by the caller."""
     return False
 
 
@@ -132,7 +132,7 @@ def _between(values: Int64s, begin: int, end: int) -> Int64s:
 
 
 def _flat(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield values by their names joined, as DCP joins them."""
+    """Yield (name, value) pairs, with nested names joined as DCP joins them."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{name}.", value)
@@ -143,7 +143,7 @@ def _flat(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _others(
     tensors: _Tensors, values: Mapping[str, Any], weights: Collection[str], left: list[LeftOut]
 ) -> SourceContents:
-    """Return what is neither table nor state of one; list what is left out."""
+    """Return the values that are neither tables nor optimizer states of tables; append to ``left`` what is left out."""
     ids = [f"{weight}_id" for weight in weights if f"{weight}_id" in tensors]
     stores = [f"{name.removesuffix('.weight_id')}.{each}" for name in ids for each in _OF_KV_ZCH]
     for weight in weights:
@@ -167,7 +167,8 @@ def _table_of(weight: str) -> str:
 def _states(weight: str, tensors: _Tensors, weights: Collection[str], url: str) -> dict[str, SourceTensor]:
     """Return the fused optimizer's states of a matrix, by name; ConversionError if two tensors are the same state.
 
-    A state's name ends like that of its matrix; the beginning differs, as the optimizer is elsewhere in the model.
+    A state's name ends like its matrix's name. The beginning differs, because the optimizer is at another place in the
+    model.
     """
     own: dict[str, SourceTensor] = {}
     rivals = [other for other in weights if _table_of(other) == _table_of(weight)]
@@ -184,7 +185,7 @@ def _states(weight: str, tensors: _Tensors, weights: Collection[str], url: str) 
 
 
 def _common_end(one: str, other: str) -> int:
-    """Return how many parts two names share at their ends."""
+    """Return the number of trailing parts that two dotted names share."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)
 
@@ -228,10 +229,10 @@ def _counters_in(own: _Tensors) -> list[str]:
 
 
 def _row_ids(weight: str, table: str, tensors: _Tensors, weights: Collection[str], url: str) -> PlacedIds:
-    """Return the ids of a matrix's rows: stored beside it, from ZCH, or the row numbers.
+    """Return the ids of a matrix's rows: stored beside the matrix, from ZCH's map, or the row indices.
 
-    Takes 8 bytes a row except for row numbers. ConversionError if they do not fit the rows, or ZCH's remap is damaged
-    or unknown.
+    Uses 8 bytes per row, except for row indices. ConversionError if the ids do not fit the rows, or ZCH's map is
+    damaged or unknown.
     """
     n_places, beside = tensors[weight].shape[0], tensors.get(f"{weight}_id")
     if beside is not None:  # behind a key-value store

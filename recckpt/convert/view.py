@@ -1,4 +1,4 @@
-"""What an export reads of a checkpoint: tables with some slots and rows, in another dtype, or only changes."""
+"""A checkpoint as an export reads it: selected slots and rows of tables, in another dtype, or only changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TableView:
         return tuple(each for slot in self.stored for each in self._exported(slot))
 
     def rows(self, progress: Progress | None = None) -> Iterator[SourceRows]:
-        """Yield the rows, in bucket order within each shard; progress counts those taken."""
+        """Yield the rows, in bucket order within each shard; progress counts the rows that pass the filter."""
         for rows, _ in self._measured():
             yield rows
             if progress is not None:
@@ -86,7 +86,7 @@ class TableView:
         return values
 
     def _exported(self, slot: SlotSpec) -> tuple[SlotSpec, ...]:
-        """Return what a slot becomes: in int8, with a slot of scales beside it."""
+        """Return the slots that a slot is exported as: for int8, the values and a slot of scales."""
         if self.dtype is None or slot.name != EMBEDDING or slot.dtype == self.dtype or slot.dtype not in _FLOATS:
             return (slot,)
         narrow = SlotSpec(slot.name, self.dtype, slot.shape)
@@ -139,7 +139,7 @@ class Export:
         return {**self.checkpoint, "tables": {table.name: table.description() for table in self.tables}}
 
     def dense(self) -> Iterator[DenseView]:
-        """Yield the dense tensors; reading one raises ConversionError where its dtype does not hold a value."""
+        """Yield the dense tensors; reading one raises ConversionError if the dtype cannot hold one of its values."""
         half = self.dtype if self.dtype in _HALVES else None
         for name, tensor in self.tensors.model.items():
             dtype = half if half is not None and tensor.dtype in _FLOATS else tensor.dtype
@@ -180,7 +180,7 @@ def in_float32(slot: SlotSpec) -> SlotSpec:
 def narrowed(
     values: Array, slot: SlotSpec, dtype: str, path: str, ids: Int64s | None = None
 ) -> tuple[list[Array], float]:
-    """Return a slot of floats in another dtype (int8 with a scale a row), and the largest finite error.
+    """Return a slot of floats in another dtype (int8 with one scale per row), and the largest finite error.
 
     ConversionError if a value is beyond the dtype's range; in int8 also if it is not finite.
     """
