@@ -173,7 +173,7 @@ class MissedRowsError(LiveTableError):
 
     Attributes:
         table: its name.
-        n_rows: the number of such rows.
+        n_rows: the number of these rows.
         ids: the ids of the first of these rows.
     """
 

@@ -1,4 +1,4 @@
-"""The saver: takes the state of a model and writes it, now or while training goes on; and loads it."""
+"""The saver: captures the state of a model and writes it, in the foreground or beside training; and loads it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ Counted = tuple[int | None, Mapping[str, StateValue]]  # the step of a run, and 
 
 
 class CountedRun:
-    """The step of the run that a saver saves, and what else its manager counts; nothing without a manager.
+    """The run's step and the manager's other counts, which each save stores; empty without a manager.
 
-    ``prefix`` is that of the manager's ids.
+    ``prefix`` is the prefix of the manager's checkpoint ids.
     """
 
     def __init__(self) -> None:
@@ -61,15 +61,15 @@ class CountedRun:
         return self._now()[0]
 
     def follow(self, now: Callable[[], Counted], prefix: str) -> None:
-        """Read both from a manager; the last manager made for a saver counts."""
+        """Read step and state from a manager from now on; the manager made last for a saver is used."""
         self._now, self.prefix = now, prefix
 
     def step_and_state(
         self, step: int | None, state: Mapping[str, StateValue] | None
     ) -> tuple[int | None, Mapping[str, StateValue] | None]:
-        """Return the step and state of a save; a save of the run's own step gets the manager's counts too.
+        """Return the step and state of a save; a save of the run's own step also gets the manager's counts.
 
-        ``step`` None means the run's. ValueError if the caller gives another value for what the manager counts.
+        ``step`` None means the run's step. ValueError if the caller gives another value for what the manager counts.
         """
         now, counted = self._now()
         if step not in (None, now) or not isinstance(state, Mapping | None):  # another kind is refused where it is read
@@ -363,7 +363,7 @@ def _with_guests(to: Destination, tier: NearTier | None) -> Destination:
 
 
 def _counting_from(changes: Changes | None, tier: NearTier | None) -> OnWhole | None:
-    """Return what makes deltas count from a restored checkpoint."""
+    """Return a function that makes later deltas start from a restored checkpoint."""
     if changes is None:
         return None
     if tier is None:

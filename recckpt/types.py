@@ -1,4 +1,4 @@
-"""What a table is to the rest of recckpt, and checks of callers' arguments; without torch."""
+"""The protocols that a table implements, and checks of callers' arguments; imports no torch."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class Box:
     """One rank's part of a live table: a range of its rows, with all their columns or a range of columns.
 
     Attributes:
-        rows: (first, end) of the rows; their numbers are the ids.
-        replica: number of this copy among equal copies of these rows.
+        rows: (first, end) of the rows; the index of a row in the whole table is its id.
+        replica: index of this copy among equal copies of these rows.
         n_replicas: how many copies there are, each on another rank.
-        columns: the ranges [begin, end) into which the embeddings of these rows are divided, in order and without gaps,
-            each on another rank; () for whole rows. Slots have as many columns, or one value a row.
-        part: number of this rank's range among them.
+        columns: the column ranges [begin, end) of the embeddings of these rows, contiguous, one per rank; () if rows
+            are whole. Slots are split in the same way, or have one value per row.
+        part: index in ``columns`` of this rank's range.
     """
 
     rows: tuple[int, int]
@@ -113,12 +113,12 @@ class Box:
 
     @property
     def own_rows(self) -> tuple[int, int]:
-        """(first, end) of the rows that this rank saves: each of k copies or parts saves a k-th of the rows."""
+        """(first, end) of the rows that this rank saves: each of k copies or parts saves 1/k of the rows."""
         return self.shares[self.part if self.columns else self.replica]
 
     @property
     def shares(self) -> tuple[tuple[int, int], ...]:
-        """The rows that each copy or part saves."""
+        """The rows (first, end) that each copy or part saves."""
         first, end = self.rows
         n = len(self.columns) or self.n_replicas
         borders = [first + (end - first) * i // n for i in range(n + 1)]
@@ -127,7 +127,7 @@ class Box:
 
 @dataclass(frozen=True)
 class RowShare:
-    """The rows [begin, end) that one rank saves of a live table with ``size`` rows; their numbers are the ids."""
+    """The rows [begin, end) that one rank saves of a live table with ``size`` rows; the index of a row is its id."""
 
     begin: int
     end: int
@@ -135,26 +135,27 @@ class RowShare:
 
 
 class Door(Protocol):
-    """An adapter announces by it what is about to change in a live table. Thread-safe; recckpt implements it.
+    """The object through which an adapter announces changes of a live table. Thread-safe; recckpt implements it.
 
-    Rows are counted from the first row of the box.
+    Row indices are relative to the first row of the box.
     """
 
     def announce(self, rows: Tensor) -> None:
         """Announce that ``rows`` will change: int64 on any device, repeats allowed, or a bool for each row of the box.
 
-        Additional rows do no harm. On CUDA, the caller's current stream must be the one that writes. When this returns,
-        snapshots have copied what they need to host memory, so the write may be queued at once.
+        Announcing rows that do not change does no harm. On CUDA, the caller's current stream must be the stream that
+        writes. When this returns, snapshots have copied what they need to host memory, so the caller may queue the
+        write immediately.
         """
 
     def announce_all(self) -> None:
-        """Announce that any row may change, if it is unknown which."""
+        """Announce that any row may change, if the caller does not know which rows change."""
 
     def replaced(self) -> None:
-        """Report that all rows were replaced, as by a load; open snapshots cannot be read any more."""
+        """Report that all rows were replaced, such as by a load; open snapshots can no longer be read."""
 
     def failed(self, error: Exception) -> None:
-        """Report that the adapter no longer knows what changes; the next save raises this, training continues."""
+        """Report that the adapter no longer knows which rows change; the next save raises this, training continues."""
 
 
 @runtime_checkable
@@ -182,7 +183,7 @@ class LiveTable(Protocol):
         On CUDA, recckpt reads what the caller's current stream sees, as after ``loss.backward()``.
 
         Raises:
-            LiveTableError: it cannot be read now, such as while its weights are stashed elsewhere.
+            LiveTableError: the table cannot be read now, such as while its weights are stashed elsewhere.
         """
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -192,18 +193,18 @@ class LiveTable(Protocol):
         """
 
     def attach(self, door: Door) -> Callable[[], object]:
-        """Begin to announce changes, each before it is made; return what stops that."""
+        """Begin to announce each change before it is made; return a function that stops the announcements."""
 
     def scalars(self) -> Mapping[str, int | float]:
-        """Return what the optimizer counts for the whole table, such as ``step``."""
+        """Return the optimizer's counters for the whole table, such as ``step``."""
 
     def settings(self) -> Mapping[str, Any]:
         """Return the optimizer's settings as in a parameter group, such as ``lr`` and ``eps``."""
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Take over scalars and settings, which may be empty, after a load wrote its last row to the tensors.
+        """Set scalars and settings, either of which may be empty, after a load wrote its last row to the tensors.
 
-        Called with empty ones for each table with loaded rows: cached values must be read again.
+        Called for each table with loaded rows, even if both are empty: the table must reread cached values.
         """
 
 
@@ -212,7 +213,10 @@ class WatchedTable(LiveTable, Protocol):
     """A live table that notices some unannounced changes."""
 
     def look(self) -> None:
-        """Call the door's ``replaced`` if there were any since the last look; from any thread, beside training."""
+        """Call the door's ``replaced`` if there were unannounced changes since the last call.
+
+        Called from any thread, during training.
+        """
 
 
 def is_optimizer_slot(name: str) -> bool:

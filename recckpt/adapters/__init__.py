@@ -1,1 +1,1 @@
-"""Tables of TorchRec and FBGEMM as live tables: a guest, which finds them in a model and says how they are saved."""
+"""Adapters that find tables of TorchRec and FBGEMM in a model and make them live tables."""

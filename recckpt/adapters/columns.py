@@ -1,7 +1,7 @@
-"""Saves a table divided by columns: ranks exchange columns, and each saves some of the rows whole.
+"""Saves a table that is divided by columns: ranks exchange columns, and each rank saves some whole rows.
 
-Of W ranks each saves a W-th of the rows. The columns that it lacks come in windows, at meetings of all ranks, so that a
-failing rank ends the exchange for all.
+Each of W ranks saves 1/W of the rows. It receives the columns that it lacks in windows, one window per collective
+exchange, so that a failing rank ends the exchange on all ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Piece = tuple[int, int, int]  # table, and [begin, end) of the rows that a part 
 def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_bytes: int | None = None) -> None:
     """Exchange columns so that each rank has whole rows; all ranks have the same tables in the same order. Collective.
 
-    A row belongs to a delta if it changed on any rank that has columns of it. A rank sends about ``window_bytes`` at a
-    meeting. LiveTableError if parts of rows are missing, or something wrote to a table unseen; RecckptError if another
-    rank failed.
+    A row belongs to a delta if it changed on any rank that has columns of it. A rank sends about ``window_bytes`` per
+    collective exchange. LiveTableError if parts of rows are missing, or a table was changed without an announcement;
+    RecckptError if another rank failed.
     """
     exchange = _Exchange(sources, meetings, window_bytes or WINDOW_BYTES)
     exchange.agree()
@@ -56,7 +56,7 @@ def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_by
 
 
 class _Exchange:
-    """One exchange of columns: for each table its source here, and the ranks with the other parts of its rows."""
+    """One exchange of columns: for each table, this rank's source, and the ranks with other parts of its rows."""
 
     def __init__(self, sources: Sequence[ColumnRows], meetings: Meetings, window_bytes: int) -> None:
         self._meetings = meetings
@@ -88,7 +88,7 @@ class _Exchange:
             source.begin(bits)
 
     def send_all(self) -> None:
-        """Send this rank's columns to the ranks that save the rows, and take theirs, window by window."""
+        """Send this rank's columns to the ranks that save the rows, and receive those for its own rows."""
         size, rank = self._meetings.size, self._meetings.rank
         sent = [self._windows(to, rank) for to in range(size)]
         taken = [self._windows(rank, sender) for sender in range(size)]
@@ -104,7 +104,7 @@ class _Exchange:
             source.take(source.box.part, begin, end, source.send(source.box.part, begin, end))
 
     def _windows(self, to: int, sender: int) -> list[list[Piece]]:
-        """Return what one rank sends another, window by window; both compute the same."""
+        """Return the pieces that ``sender`` sends to rank ``to``, window by window; both ranks compute the same."""
         sizes = {
             n: (source.n_chosen(heads[to].box.part), sum(spec.row_bytes for spec in heads[sender].slots))
             for n, (source, heads) in enumerate(self._tables)
@@ -132,7 +132,7 @@ class _Exchange:
 
 
 def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank: int) -> dict[int, Head]:
-    """Return the ranks with columns of the same rows as ``rank``; LiveTableError if they lack or repeat parts."""
+    """Return the ranks with columns of the same rows as ``rank``; LiveTableError if a part is missing or repeated."""
     own = of_ranks[rank][number]
     if own.box.rows[0] == own.box.rows[1]:
         return {}
@@ -152,7 +152,7 @@ def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank:
 
 
 def windows(sizes: Mapping[int, tuple[int, int]], limit: int) -> list[list[Piece]]:
-    """Return windows of about ``limit`` bytes; ``sizes`` has (rows, bytes of a row) by table. Pure."""
+    """Return windows of about ``limit`` bytes; ``sizes`` maps each table to (rows, bytes per row). Pure."""
     made: list[list[Piece]] = []
     left = 0
     for table, (n_rows, row_bytes) in sizes.items():
@@ -175,8 +175,9 @@ def _joined(pieces: Iterable[Bytes]) -> Bytes:
 class ColumnRows(RowsInParts):
     """Rows of a table divided by columns: a source of whole rows once ranks have exchanged columns.
 
-    ``snapshot`` has this rank's columns of all rows of ``box``. ``changed`` returns a bit a row, 1 for those of a
-    delta; None saves all rows, and only then the number of rows is known before the exchange. Each value is read once.
+    ``snapshot`` has this rank's columns of all rows of ``box``. ``changed`` returns one bit per row, 1 if the row
+    belongs to the delta. If it is None, all rows are saved; only then the number of saved rows is known before the
+    exchange. Each value is read once.
     """
 
     join = staticmethod(join_columns)
@@ -198,17 +199,17 @@ class ColumnRows(RowsInParts):
         return ColumnRows(self._snapshot, self.box, changed)
 
     def share_of(self, n_changed: int) -> int:
-        """Return about how many of the changed rows are saved here."""
+        """Return about how many of ``n_changed`` changed rows this rank saves."""
         part, n_parts = self.box.part, len(self.box.columns)
         return n_changed * (part + 1) // n_parts - n_changed * part // n_parts
 
     def bits(self) -> Bytes:
-        """Return a bit a row of the box, 1 if it changed here, in whole words of 8 bytes."""
+        """Return one bit per row of the box, 1 if the row changed on this rank, padded to a multiple of 8 bytes."""
         bits = b"" if self._changed is None else self._changed()
         return np.frombuffer(bits, np.uint8)[: 8 * -(-self._snapshot.n_rows // 64)]
 
     def begin(self, bits: Bytes) -> None:
-        """Choose the rows to save, by bits that all parts agreed on; ignored if all rows are saved."""
+        """Choose the rows to save by the union of all parts' bits; the bits are ignored if all rows are saved."""
         rows = None
         if self.is_delta:
             self._snapshot.narrow(bits)
@@ -227,7 +228,7 @@ class ColumnRows(RowsInParts):
         self._source.read_slots(rows, targets, is_last=is_last)
 
     def send(self, part: int, begin: int, end: int) -> list[Bytes]:
-        """Return this rank's columns, slot by slot, of rows that a part saves; each is read only once."""
+        """Return this rank's columns, one array per slot, of rows that ``part`` saves; each row is read only once."""
         chosen, _ = self._joined
         first, _ = self._share(chosen, part)
         rows = np.arange(first + begin, first + end) if chosen is None else chosen[first + begin : first + end]
@@ -241,7 +242,7 @@ class ColumnRows(RowsInParts):
             self._joined[1][spec.name][begin:end, first:last] = some.reshape(end - begin, last - first)
 
     def end(self) -> None:
-        """Become the whole rows, now that all columns have been taken."""
+        """Make the whole rows readable, after all columns have been received."""
         rows, values = self._joined
         begin, end = self._share(rows, self.box.part)
         first = self.box.rows[0]
@@ -291,7 +292,7 @@ class ColumnRows(RowsInParts):
         return self._joining
 
     def _share(self, rows: Int64s | None, part: int) -> tuple[int, int]:
-        """Return the range of a part's share among the saved ``rows``; None stands for all rows."""
+        """Return the range of ``rows`` that a part saves; ``rows`` None means all rows of the box."""
         begin, end = (row - self.box.rows[0] for row in self.box.shares[part])
         if rows is None:
             return begin, end

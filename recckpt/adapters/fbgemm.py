@@ -1,6 +1,7 @@
 """FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` as live tables: its optimizers, its hooks, its tables.
 
-For the proven optimizers, a step changes no rows but those looked up: bit for bit on the CPU, over random models.
+For the proven optimizers, a step changes only rows that were looked up; tested bit for bit on the CPU, with random
+models.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _MEMORY = tuple(
 
 
 def slots_and_reason(kernel: Any) -> tuple[Sequence[str], str | None]:
-    """Return a kernel's slots in the order of ``split_optimizer_states()``, and why other rows may change.
+    """Return a kernel's slots in the order of ``split_optimizer_states()``, and why a step may change other rows.
 
     The reason is None if it is proven that only rows looked up change. LiveTableError if its states cannot be saved by
     rows.
@@ -91,7 +92,7 @@ class KernelHooks:
 
     The rows that a backward pass changes are read from the autograd node that writes them, just before it does: forward
     passes without a backward pass announce nothing, and the kernel has checked the ids. ``is_proven``: a pass changes
-    no rows but those looked up.
+    only rows that were looked up.
     """
 
     def __init__(self, kernel: Any, *, is_proven: bool) -> None:
@@ -101,14 +102,14 @@ class KernelHooks:
         self.was_written = True  # since the cache was last written back; what was before is not known
 
     def attach(self, table: int, door: Door) -> Callable[[], object]:
-        """Announce what changes in a table; return what stops that."""
+        """Announce changes of a table's rows; return a function that stops the announcements."""
         if not self._doors:
             self._install()
         self._doors[table] = WeakDoor(door)
         return partial(self._detach, table)
 
     def after_forward(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Make the node that will write the rows announce them first."""
+        """Make the autograd node that will write the rows announce them first."""
         node = getattr(output, "grad_fn", None)
         if node is None or not self._doors:
             return
@@ -204,9 +205,9 @@ _ARGUMENTS = ((0, "indices"), (1, "offsets"), (4, "batch_size_per_feature_per_ra
 
 
 class _Announced:
-    """A method of an object that announces its calls, with their arguments, before they happen.
+    """Replaces a method of one object and announces each call, with its arguments, before the call happens.
 
-    In a copy or an unpickled object it is the plain method.
+    In a copy of the object, or after unpickling, the method is the plain one.
     """
 
     def __init__(self, obj: object, name: str, announce: Callable[..., object]) -> None:
@@ -224,7 +225,7 @@ class _Announced:
 
 
 def announce_calls(obj: Any, name: str, announce: Callable[..., object]) -> Callable[[], object]:
-    """Call ``announce`` before each call of a method, with its arguments; return what stops that."""
+    """Call ``announce`` before each call of a method, with its arguments; return a function that stops this."""
     announced = _Announced(obj, name, announce)
     vars(obj)[name] = announced
 
@@ -236,14 +237,14 @@ def announce_calls(obj: Any, name: str, announce: Callable[..., object]) -> Call
 
 
 def _looked_up(ids: Tensor, n_rows: int) -> Tensor:
-    """Return existing rows: for an unknown id the kernel takes row 0 (``BoundsCheckMode.WARNING``)."""
+    """Return the rows looked up: for an id out of range, the kernel uses row 0 (``BoundsCheckMode.WARNING``)."""
     if int(ids.min()) >= 0 and int(ids.max()) < n_rows:
         return ids
     return torch.where((ids >= 0) & (ids < n_rows), ids, 0)
 
 
 class Kernel:
-    """A fused kernel with all of its tables: they share a step, a learning rate, and hooks.
+    """A fused kernel with all of its tables; these share one step count, one learning rate, and hooks.
 
     ``owner`` is TorchRec's module whose fused optimizer sets the learning rate at each step. LiveTableError says why
     its tables cannot be saved by rows.
@@ -293,7 +294,7 @@ class Kernel:
     def prepare(self) -> None:
         """Write back rows that are newer in a cache; once for all tables, until training writes again.
 
-        A row that is evicted later was announced before it changed, or is the same.
+        A row that the cache evicts later is unchanged, or its change was announced.
         """
         if self.hooks.was_written and self.module.lxu_cache_weights.numel():
             # A stream that fetches rows ahead changes the cache too, so nothing else runs while it is written back.
@@ -303,7 +304,7 @@ class Kernel:
         self.hooks.note_written_back()
 
     def resume(self, step: int | None, rate: float | None) -> None:
-        """Take over step and learning rate, and make caches reread rows that were written beneath them."""
+        """Set step and learning rate, and make caches reread rows whose memory was written directly."""
         if step is not None:
             self.module.iter.fill_(step)
             self.module.iter_cpu.fill_(step)  # the kernel takes it from the other at its first step only
@@ -369,7 +370,7 @@ class FbgemmTable:
 
 
 def kernel_tables(search: Search) -> Iterator[Candidate]:
-    """Yield the tables of FBGEMM kernels that are modules of the model; note those that cannot be live."""
+    """Yield the tables of FBGEMM kernels that are modules of the model; record why other tables stay dense."""
     wrappers, left = wrappers_in(search.model), search.left
     for at, module in search.model.named_modules():
         path = unwrapped(at, wrappers)

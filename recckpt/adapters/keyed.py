@@ -1,4 +1,4 @@
-"""Live tables whose rows belong to ids that come and go: their rows, their door, and how a load fills them."""
+"""Live tables whose ids are added and evicted: how their rows are read, announced and loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ID = SlotSpec("id", "int64", ())
 
 @dataclass(frozen=True)
 class IdMap:
-    """Which rows of a box belong to which ids: ascending int64 ``ids``, their ``rows``, and int64 slots of them."""
+    """A map from ids to rows of a box: ascending int64 ``ids``, their ``rows``, and int64 slots stored per id."""
 
     ids: Tensor
     rows: Tensor
@@ -38,7 +38,7 @@ class IdMap:
 
 @runtime_checkable
 class KeyedLiveTable(LiveTable, Protocol):
-    """A live table whose rows belong to ids that come and go; saved by id, ids that went as deletes.
+    """A live table whose ids are added and evicted; saved by id, with evicted ids as deletes.
 
     ``n_ids`` is how many ids fit on all ranks; None if ids without room are dropped.
     """
@@ -50,13 +50,13 @@ class KeyedLiveTable(LiveTable, Protocol):
 
     @property
     def owned_ids(self) -> OwnedIds:
-        """The ids that this rank takes in a load."""
+        """The ids whose rows this rank loads."""
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
         """Return the rows for ids, -1 for none; LiveTableError if some have none and ``drops`` is False."""
 
     def take_ids(self, id_map: IdMap) -> None:
-        """Take over the ids, after a load wrote their rows."""
+        """Set the table's ids to those of ``id_map``, after a load wrote their rows."""
 
 
 class KeyedStore(PlacedStore):
@@ -71,7 +71,7 @@ class KeyedStore(PlacedStore):
         return self._rows
 
     def placed(self) -> IdPlaces:
-        """Return which id has which row now; LiveTableError if the map is invalid."""
+        """Return the present map from ids to rows; LiveTableError if the map is invalid."""
         id_map = self._live.id_map()
         ids, rows = (tensor.cpu().numpy() for tensor in (id_map.ids, id_map.rows))
         is_map = len(ids) == len(rows) and bool((ids[1:] > ids[:-1]).all())
@@ -115,7 +115,7 @@ class KeyedStore(PlacedStore):
 
 
 def _are_distinct(rows: Int64s, n_rows: int) -> bool:
-    """Say whether rows are distinct and in range; without sorting, as training waits for it."""
+    """Return whether rows are distinct and in range; does not sort, because training waits for the result."""
     if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
         return False
     is_taken = np.zeros(n_rows, np.bool_)
@@ -124,10 +124,10 @@ def _are_distinct(rows: Int64s, n_rows: int) -> bool:
 
 
 class KeyedTarget(OwnTarget):
-    """Collects loaded rows in an own table, which the live table takes over when all are there.
+    """Collects loaded rows in a separate table, and gives them to the live table when all have been read.
 
-    Until then the live table is unchanged, so damaged or unfitting rows do no harm. The load needs memory for this
-    rank's rows twice.
+    Until then the live table is unchanged, so damaged or unfitting rows do no harm. The load needs memory for two
+    copies of this rank's rows.
     """
 
     def __init__(self, table: AttachedKeyedTable) -> None:
@@ -161,7 +161,7 @@ class KeyedTarget(OwnTarget):
             self._store.rows.initial[name] = first
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
-        """Prepare for rows, which are merged with the present ones unless these were cleared."""
+        """Prepare for loaded rows, which are merged with the present rows unless the table was cleared."""
         self._begin_with_own()
         return super().start(initial, n_rows)
 
@@ -223,7 +223,7 @@ class AttachedKeyedTable(AttachedTable):
         return len(self.store)
 
     def has_all_of(self, n_rows: int) -> bool:
-        """Say whether all ids and rows are still as the last load found them in a checkpoint."""
+        """Return whether the table has all ids and rows of the checkpoint that was loaded last."""
         return self._is_as_loaded
 
     def write(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -242,7 +242,7 @@ class AttachedKeyedTable(AttachedTable):
     def place(
         self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool
     ) -> tuple[IdPlaces, dict[str, Tensor], Tensor]:
-        """Return the sorted ids with their own slots, the slots of rows, and the rows, -1 for none.
+        """Return the sorted ids with their per-id slots, the per-row slots, and the row of each id, -1 for no row.
 
         LiveTableError if there are more ids than rows and ``drops`` is False.
         """
@@ -254,7 +254,7 @@ class AttachedKeyedTable(AttachedTable):
         return asked, values, self.live.place(torch.from_numpy(asked.ids), meta, drops=drops)
 
     def replace(self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool) -> int:
-        """Make these distinct ids the table's ids, with their rows; return how many got no row.
+        """Replace the table's ids by these distinct ids, with their rows; return how many ids got no row.
 
         LiveTableError if some would get none and ``drops`` is False; nothing has changed then.
         """

@@ -1,4 +1,4 @@
-"""The tables of TorchRec's collections as live tables, found by the attributes that TorchRec 1.8 has."""
+"""The tables of TorchRec's collections as live tables, found through the attributes of TorchRec 1.8."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
 
 
 class CollectionTable(FbgemmTable):
-    """A table in a fused kernel of a collection, which loads it and its optimizer in its own ways."""
+    """A table in a fused kernel of a collection; the collection's own methods load the table and its optimizer."""
 
     def __init__(self, name: str, kernel: Kernel, number: int, box: Box, n_rows: int, *, collection: nn.Module) -> None:
         super().__init__(name, kernel, number, box, n_rows)
@@ -135,7 +135,7 @@ class CollectionTable(FbgemmTable):
 
 @dataclass(frozen=True)
 class _Local:
-    """A table of a collection as this rank sees it: a shard, a copy, or neither."""
+    """This rank's view of a table in a collection: a shard, a copy, or no rows."""
 
     collection: Collection
     table: str
@@ -150,9 +150,10 @@ class _Local:
 
 
 def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate]:
-    """Return the tables of collections and kernels, and those of torch.
+    """Return the tables of collections, of kernels and of plain torch modules.
 
-    Tables of torch in unsharded collections are named by their configs, and saved by raw ids behind managed collision.
+    Torch tables in unsharded collections get the names in their configs; behind managed collision they are saved by raw
+    ids.
     """
     modules, collisions = search.model.modules(), collisions_of(search.model)
     in_collections = {id(table) for one in modules if is_a(one, *_UNSHARDED) for table in one.modules()}
@@ -169,7 +170,7 @@ def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate
 
 
 def _fitted(table: FoundTable) -> FoundTable:
-    """Choose how a table is attached: by ids, by columns, or as any other."""
+    """Return the form in which to attach a table: by ids, by columns, or as plain rows."""
     if isinstance(table.live, KeyedLiveTable):
         return replace(table, attached=AttachedKeyedTable)
     return replace(table, attached=AttachedColumns) if table.live.box().columns else table
@@ -178,8 +179,8 @@ def _fitted(table: FoundTable) -> FoundTable:
 def _collection_tables(search: Search) -> list[Candidate]:
     """Return the tables of all collections. Collective if the model has sharded ones.
 
-    One LiveTableError lists all tables that the ranks' parts do not make up; excluded ones are not checked. It is also
-    raised if options differ.
+    One LiveTableError lists all tables whose rows the ranks do not have completely; excluded tables are not checked. It
+    is also raised if ranks were given different options.
     """
     ranks, options = search.ranks, search.options
     collections = collections_of(search.model)
@@ -289,7 +290,7 @@ def _copied(collection: Collection, table: str, n_rows: int, optimizers: Sequenc
 
 
 def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
-    """Return the table of this rank; LiveTableError if it stays dense on all ranks."""
+    """Return this rank's table; LiveTableError if the table stays dense on all ranks."""
     if local.part.refusal:
         raise LiveTableError(local.part.refusal)
     collection, table, n_rows = local.collection, local.table, local.part.n_rows
@@ -327,9 +328,9 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
 def load_around(collections: Mapping[nn.Module, Set[str]], model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load dense state by names without wrappers; the rest of the model stays unchanged.
 
-    TorchRec's sharded collections load all their tables or fail: collections without dense tensors are skipped; others
-    get the present values of their live tables, which changes nothing. ``collections`` has, for each, the keys of its
-    live tables in its state dict.
+    TorchRec's sharded collections must load all their tables at the same time. So this function skips collections
+    without dense tensors, and gives other collections the present values of their live tables, which changes nothing.
+    ``collections`` has, for each, the keys of its live tables in its state dict.
     """
     if model in collections:
         own = model.state_dict()

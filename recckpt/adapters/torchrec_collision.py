@@ -27,7 +27,7 @@ _UNSHARDED = "torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbed
 
 
 class SharedRows:
-    """A live table saved as two: rows with an id, and the others. Announces changes to both."""
+    """A live table saved as two tables: rows with an id, and rows without one. Announces changes to both."""
 
     def __init__(self, live: LiveTable) -> None:
         self.live = live
@@ -50,11 +50,11 @@ class SharedRows:
 
 
 class CollisionMap:
-    """The map of one managed-collision module. Rows are those of this rank's shard; the last has no id.
+    """The id-to-row map of one managed-collision module, for the rows of this rank's shard. The last row has no id.
 
     ``first`` is the shard's first row in the whole table, ``fallback`` the row that all ids without a row share,
-    ``buffers`` are those rebuilt by a load, and ``id_bytes`` are copied for each id at a save. LiveTableError if it is
-    another kind of module.
+    ``buffers`` are the module's buffers that a load rewrites, and ``id_bytes`` is the number of bytes that a save
+    copies per id. LiveTableError if the module is of another class.
     """
 
     def __init__(self, module: Any) -> None:
@@ -78,14 +78,15 @@ class CollisionMap:
     def looked_up(self) -> IdBlock:
         """The raw ids that TorchRec looks up on this rank.
 
-        As ``fbgemm::block_bucketize_sparse_features`` sends them: ids of the rank's part of the input, others in turn.
+        ``fbgemm::block_bucketize_sparse_features`` sends each rank one block of the ids; ids beyond all blocks go to
+        the rank ``id % n_shards``.
         """
         segments = [row for row in self._buffer("_output_segments_tensor").tolist() if row >= 0]  # and the end
         n_shards, size = len(segments) - 1, int(self._module._input_hash_size)
         return IdBlock(segments.index(self.first), n_shards, -(-size // n_shards))
 
     def check(self) -> None:
-        """Raise LiveTableError unless the last row has no id, as counted here."""
+        """Raise LiveTableError unless the map's last entry is the fallback row, without an id."""
         last = int(getattr(self._module, _ROWS)[-1]) - self.first
         if last != self.fallback or int(getattr(self._module, _IDS)[-1]) != _EMPTY:
             raise LiveTableError(
@@ -108,7 +109,7 @@ class CollisionMap:
         return is_free.nonzero().flatten()
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return the rows for ids, in ascending order: their former rows if all are on this shard.
+        """Return a row for each of the ascending ids: the row saved with each id if all are on this shard.
 
         LiveTableError if there are more ids than rows and ``drops`` is False.
         """
@@ -128,7 +129,7 @@ class CollisionMap:
         return places
 
     def write(self, id_map: IdMap) -> None:
-        """Make these the ids; look-ups since the last eviction are forgotten, as in TorchRec's own load."""
+        """Replace the map by ``id_map``; look-ups since the last eviction are forgotten, as in TorchRec's own load."""
         module, n_ids, device = self._module, len(id_map.ids), self._buffer(_IDS).device
         is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
         is_free[id_map.rows] = False
@@ -163,7 +164,7 @@ class _OfSharedRows:
 
 
 class RawIdTable(_OfSharedRows):
-    """The rows with an id, by raw id. ``owned_ids`` are the raw ids that this rank has rows for."""
+    """The rows with an id, by raw id. ``owned_ids`` are the raw ids whose rows belong to this rank."""
 
     def __init__(self, name: str, rows: SharedRows, ids: CollisionMap, n_ids: int, owned_ids: OwnedIds) -> None:
         super().__init__(name, rows, ids)
@@ -173,7 +174,7 @@ class RawIdTable(_OfSharedRows):
         self.id_map, self.take_ids = ids.read, ids.write
 
     def prepare(self) -> None:
-        """Bring rows and map up to date; LiveTableError if the map's buffers are not as its module leaves them."""
+        """Bring rows and map up to date; LiveTableError if the map's buffers are invalid."""
         self._live.prepare()
         try:
             self._ids.check()
@@ -188,10 +189,10 @@ class RawIdTable(_OfSharedRows):
 
 
 class UnassignedTable(_OfSharedRows):
-    """The rows without an id: a newly admitted id starts from their values.
+    """The rows without an id, saved because a newly admitted id starts from the value of one of these rows.
 
-    Their ids are row numbers; the fallback row ``r`` of a shard has the id ``~r``. The optimizer's scalars and settings
-    belong to the table of raw ids, which also prepares for both.
+    The id of a row is its index; the fallback row ``r`` of a shard has the id ``~r``. The optimizer's scalars and
+    settings belong to the table of raw ids, whose ``prepare`` also covers this table.
     """
 
     n_ids: int | None = None
@@ -218,7 +219,7 @@ class UnassignedTable(_OfSharedRows):
         return IdSpans((IdSpan(LEAST, -1), own)) if first else own
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return the same rows as before; in a table of another size only the first fallback row."""
+        """Return each id's row, -1 for none: its former row; in a table of another size, only a fallback row."""
         places, shared = torch.full_like(ids, -1), ~ids[ids < 0]
         if not len(shared):
             return places
@@ -245,7 +246,7 @@ class Collision:
 
 
 def collisions_of(model: nn.Module) -> dict[int, Collision]:
-    """Return the managed-collision module of each unsharded embedding behind one, by id of the embedding."""
+    """Return the managed-collision modules in front of unsharded embeddings, by ``id()`` of the embedding."""
     collisions, wrappers = dict[int, Collision](), wrappers_in(model)
     for path, wrapper in model.named_modules():
         if is_a(wrapper, *_UNSHARDED):
@@ -264,9 +265,9 @@ def collisions_in(path: str, wrapper: Any, wrappers: list[tuple[str, str]]) -> d
 
 
 def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
-    """Return a table of numbered rows as one of raw ids, with its rows without an id as a companion.
+    """Return a table by raw ids for a table of numbered rows, with the rows without an id as a companion table.
 
-    LiveTableError says why it cannot be saved by raw ids.
+    LiveTableError says why the table cannot be saved by raw ids.
     """
     ids = CollisionMap(collision.module)
     if rank_and_size()[1] > 1:
@@ -284,7 +285,7 @@ def sharded_table(table: FoundTable, collision: Collision) -> FoundTable:
 
 
 def _by_raw_ids(table: FoundTable, ids: CollisionMap, path: str, n_ids: int, owned_ids: OwnedIds) -> FoundTable:
-    """Return a table of numbered rows as one of raw ids; ``path`` is that of the module that maps them."""
+    """Return a table by raw ids for a table of numbered rows; ``path`` is the path of the collision module."""
     rows = table.live
     shared = SharedRows(rows)
     cost = f"the map of its ids, {ids.id_bytes} bytes each, is copied at a save while training waits"

@@ -1,4 +1,4 @@
-"""Checkpointers for a nested state dict: one ``.pt`` file a rank, written by this process or by one of its own."""
+"""Checkpointers for a nested state dict: one ``.pt`` file per rank, written by this process or a child process."""
 
 from __future__ import annotations
 

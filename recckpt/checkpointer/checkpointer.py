@@ -36,7 +36,7 @@ _made = count()  # the same on all ranks, which make their checkpointers in the 
 
 
 class Checkpointer(OneProcess):
-    """Saves and loads a nested state dict, in one file a rank: ``<path>/checkpoint_<rank>.pt``.
+    """Saves and loads a nested state dict, in one file per rank: ``<path>/checkpoint_<rank>.pt``.
 
     Follows ``torch.distributed.checkpoint._experimental``. As a context manager it closes itself. Thread-safe: saves
     and loads of several threads follow each other. It belongs to the process that made it: a forked child makes its
@@ -75,7 +75,7 @@ class Checkpointer(OneProcess):
         default_map_location: Any = None,
         strict: bool = False,
     ) -> dict[str, Any]:
-        """Load a state, after the write in flight, without running any code from the file.
+        """Wait for the running write, then load a state, without running any code from the file.
 
         Args:
             path: where it was saved.
@@ -104,7 +104,7 @@ class Checkpointer(OneProcess):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the running save, raise its error if it was not seen yet, and free everything."""
+        """Wait for the running save, raise its error if the caller has not seen it, and free all resources."""
 
 
 class SyncCheckpointer(Checkpointer):
@@ -129,17 +129,17 @@ class SyncCheckpointer(Checkpointer):
             log_done("saved", os.fspath(path), begin)
 
     def close(self) -> None:
-        """Take no further saves."""
+        """Accept no further saves."""
         with self._turn():
             self._is_closed = True
 
 
 class AsyncCheckpointer(Checkpointer):
-    """Copies the state in :meth:`save` and writes it in a process of its own; see :class:`Checkpointer`.
+    """Copies the state in :meth:`save` and writes it in a separate process; see :class:`Checkpointer`.
 
-    A save waits for the previous one. Each error is raised once: by the future of the write if it is asked, else
-    by the next :meth:`save` (which then saves nothing) or :meth:`close`; else it is printed when the interpreter
-    ends, which waits for the running write. After an error the next save works.
+    A save waits for the previous one. Each error is raised once: by the future of the write if the caller reads it,
+    else by the next :meth:`save` (which then saves nothing) or :meth:`close`; else it is printed when the interpreter
+    ends. The interpreter waits for the running write. After an error the next save works.
 
     Args:
         checkpoint_stager: copies the state.
@@ -181,7 +181,7 @@ class AsyncCheckpointer(Checkpointer):
             return copied, outcome
 
     def close(self) -> None:
-        """Close the stager, then the process, and raise the error of the last save if it was not seen yet."""
+        """Close the stager, then the process, and raise the error of the last save if the caller has not seen it."""
         with self._turn():
             try:
                 self._stager.close()
@@ -203,7 +203,7 @@ def _pass_on(to: OwnFuture[None], copied: Future[StagedState]) -> None:
 
 
 def _print_unseen(pending: list[SaveFuture]) -> None:
-    """Print the errors of saves whose checkpointer is gone; of a running save when it ends."""
+    """Print the errors of saves whose checkpointer was garbage-collected; for a running save, when it ends."""
 
     def print_if_unseen(outcome: Future[None]) -> None:
         try:
@@ -250,7 +250,7 @@ def make_async_checkpointer(
     start_timeout_sec: float = 60.0,
     close_timeout_sec: float = 60.0,
 ) -> AsyncCheckpointer:
-    """Return a checkpointer whose ``save`` returns when the state is copied; a process of its own writes.
+    """Return a checkpointer whose ``save`` returns once the state is copied; a separate process writes the copy.
 
     Args:
         rank_info: as in :func:`make_sync_checkpointer`.

@@ -1,4 +1,4 @@
-"""The writer process, as its parent controls it: kept running, and spawned again when it has died."""
+"""Controls the writer process from its parent: keeps it running, and spawns it again after it has died."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ class RemoteTracebackError(Exception):
 
 
 class CheckpointProcess:
-    """A process of its own that writes staged state, so that training shares neither its memory nor its lock.
+    """Writes staged state in a separate process, so that the write does not use training's memory or interpreter lock.
 
-    It is spawned immediately, so that it is ready long before the first save. If it dies, its write fails, and another
-    one is spawned. Not thread-safe.
+    The process is spawned immediately, so that it is ready long before the first save. If it dies, its write fails, and
+    another process is spawned. Not thread-safe.
 
     Args:
         rank_info: this rank.
-        barrier: where several ranks agree; this process waits for it, in a thread.
+        barrier: the barrier where several ranks agree; a thread of this process waits at it.
         commit_hook: called in the writer process; pickled, so it must be defined in a module.
         subprocess_init_fn: called first in every writer process, to set up what its hook needs; pickled as well.
         subprocess_init_args: its arguments.
@@ -143,7 +143,7 @@ class CheckpointProcess:
         self._barrier.begin()
 
     def refuse(self, reason: str) -> None:
-        """Tell the other ranks that this one has nothing to write in the save that has begun."""
+        """Tell the other ranks that this rank writes nothing in the save that has begun."""
         self._barrier.refuse(reason)
 
     def write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> SaveFuture:
@@ -165,7 +165,7 @@ class CheckpointProcess:
         self._end()
 
     def _write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> None:
-        """Have the process write, and wait for the other ranks whenever it asks for that."""
+        """Let the process write, and wait for the other ranks whenever the process asks for that."""
         failed: Callable[[str, int, str], SaveFailedError] = SaveFailedError
         try:
             child = self._begun(staged.result() if isinstance(staged, Future) else staged, url, kwargs)
@@ -199,7 +199,7 @@ class CheckpointProcess:
             raise failed(url, self._rank_info.global_rank, describe(error)) from error
 
     def _begun(self, staged: StagedState, url: str, kwargs: bytes) -> Child:
-        """Return a writer process that has begun; one that died while idle is replaced."""
+        """Return a writer process that has begun the write; replace a process that died while idle."""
         for is_last in (False, True):
             if not (self._children and self._children[0].is_running()):
                 self._respawn()
@@ -256,7 +256,8 @@ class Child:
         return self._process.poll() is None
 
     def wait_ready(self, timeout_sec: float) -> None:
-        """Wait until it takes requests; raises DiedError, TimeoutError, or the error of its initialisation."""
+        """Wait until the process accepts requests; raises DiedError, TimeoutError, or the error of its
+        initialisation."""
         if self._ready:
             return
         if not self._connection.poll(timeout_sec):
@@ -316,7 +317,7 @@ def _end_all(children: list[Child], timeout_sec: float) -> None:
 
 
 def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None:
-    """Raise TypeError for what the writer process could not call."""
+    """Raise TypeError if the writer process could not call the function with its arguments."""
     if not (fn is None or callable(fn)):
         raise TypeError(f"subprocess_init_fn must be a function or None, found {fn!r}")
     if not isinstance(args, tuple):

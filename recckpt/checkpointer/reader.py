@@ -87,7 +87,7 @@ class StateReader:
 
 
 class Comparison:
-    """What a template asks of a stored tree: missing and mismatched paths, and parts taken whole (None)."""
+    """The result of comparing a template with a stored tree: missing and mismatched paths, and parts to read whole."""
 
     def __init__(self, template: Any, tree: Any) -> None:
         self.missing: list[str] = []  # dotted paths that the tree lacks
@@ -126,7 +126,7 @@ def _found(tree: Any) -> str:
 
 
 def _expected(template: Any) -> str:
-    """Describe what a part of a template takes, in the words of :func:`_found`."""
+    """Describe the value that a part of a template accepts, in the words of :func:`_found`."""
     if isinstance(template, np.ndarray):
         if not template.flags.writeable:
             return "a read-only numpy array, not to be filled"
@@ -146,9 +146,9 @@ def _expected(template: Any) -> str:
 class StoredState:
     """The state in a file, whose tensors have no values until they are read. Not thread-safe.
 
-    ``tree`` is the state, with tensors on the device ``meta``. New tensors go where ``place`` puts a block of bytes; it
-    returns their storage. CorruptCheckpointError if the file is damaged or holds more than tensors and plain data; no
-    code in it is run.
+    ``tree`` is the state, with tensors on the device ``meta``. ``place`` moves a block of bytes to its device and
+    returns the storage of the new tensors. CorruptCheckpointError if the file is damaged or holds more than tensors and
+    plain data; no code in it is run.
     """
 
     def __init__(self, file: BinaryIO, path: str, place: Callable[[Tensor], Any]) -> None:
@@ -180,7 +180,7 @@ class StoredState:
             raise self._corrupt("", f"a {type(value).__name__}", "a tensor or a plain value")
 
     def plan(self, wholes: list[Any]) -> None:
-        """Note which bytes of each storage the parts need that are taken whole: they are read once."""
+        """Record which bytes of each storage are needed by parts that are read whole, so that they are read once."""
         for tensor in _tensors_in(wholes, set()):
             begin, end = _bytes_of(tensor)
             key = tensor.untyped_storage()._cdata
@@ -190,7 +190,7 @@ class StoredState:
     def filled(self, name: str, template: Any, tree: Any) -> Any:
         """Fill a template with the values of a compared tree, in place; return it.
 
-        A tuple that holds more than tensors is made anew.
+        A tuple that contains more than tensors is replaced by a new tuple.
         """
         if template is None:
             return self._whole(tree)
@@ -210,7 +210,7 @@ class StoredState:
         return tree
 
     def _whole(self, tree: Any) -> Any:
-        """Return a part of the tree with its values; what was shared when saved is shared again."""
+        """Return a part of the tree with its values; values that were shared when saved are shared again."""
         if isinstance(tree, Tensor):
             key = tree.untyped_storage()._cdata
             begin, end = self._ranges[key]
@@ -245,7 +245,8 @@ class StoredState:
         return memory
 
     def _read_into(self, stored: Tensor, begin: int, data: npt.NDArray[np.uint8], where: str) -> None:
-        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum if that is all of it."""
+        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum if the whole storage is
+        read."""
         record = self._records[stored.untyped_storage()._cdata]
         self._file.seek(record.header_offset)
         header = self._file.read(_HEADER.size)

@@ -1,4 +1,4 @@
-"""Takes a state so that training may change it: packs it, and copies it into reused memory."""
+"""Packs a state and copies it into reused memory, so that training may change the original."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 def pack(state_dict: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
-    """Return the pickle of a state dict, and the pieces by whose numbers it refers to its tensors.
+    """Return the pickle of a state dict, and a list of pieces; the pickle refers to each tensor by index of its piece.
 
-    A piece is one-dimensional bytes on the state's device, mostly the state's own memory. Tensors that share memory
-    share it in the file, unless that would store more than they hold: of a view only its own part is stored.
+    A piece is a one-dimensional byte tensor on the state's device, mostly the state's own memory. Tensors that share
+    memory share it in the file, unless that would store more bytes than they use: of a view, only its own part is
+    stored.
 
     TypeError if it is not a dict; ValueError names a place that could not be loaded back safely.
     """
@@ -101,7 +102,8 @@ def _holds_tensor(values: Iterable[Any]) -> bool:
 
 
 def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) -> Tensor:
-    """Return the bytes that overlapping tensors are stored in, and note each one's place in them."""
+    """Return the bytes that store a group of overlapping tensors, and record the place of each tensor in these
+    bytes."""
     tensor, begin, end = members[0].tensor, members[0].begin, max(member.end for member in members)
     is_copied = len(_by_place(members)) == 1 and end - begin > tensor.numel()  # gaps that nothing else lies in
     if is_copied:
@@ -116,7 +118,7 @@ def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) ->
 
 
 def _stored_together(references: list[_Reference]) -> Iterator[list[_Reference]]:
-    """Yield groups of overlapping tensors; apart if a group would store more than they hold."""
+    """Yield groups of overlapping tensors; tensors are separate if a group would store more bytes than they use."""
     by_storage: dict[Any, list[_Reference]] = defaultdict(list)
     for reference in references:
         tensor, storage = reference.tensor, reference.tensor.untyped_storage()
@@ -148,8 +150,8 @@ def _by_place(members: list[_Reference]) -> list[list[_Reference]]:
 class Arena:
     """One block of shared memory, which grows and is reused by later saves.
 
-    Not in ``/dev/shm``, which is small in many containers and whose files outlive a killed process. The writer process
-    gets the descriptor ``fd``.
+    It is not in ``/dev/shm``, because that is small in many containers, and its files outlive a killed process. The
+    writer process gets the descriptor ``fd``.
     """
 
     def __init__(self) -> None:
@@ -176,9 +178,9 @@ class StagedState:
     """State that does not change until it is written.
 
     Attributes:
-        pickle: the state, in which tensors refer to pieces by number.
+        pickle: the state, in which tensors refer to pieces by index.
         spans: (begin, size) in bytes of each piece in the arena.
-        arena: holds them.
+        arena: the memory that holds the pieces.
     """
 
     pickle: bytes
@@ -193,7 +195,7 @@ class CheckpointStager(ABC):
     def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
         """Return a copy of the present state, or a future of it.
 
-        It may overwrite the previous copy, which has been written by then.
+        The copy may overwrite the previous copy, because that has been written by then.
 
         Args:
             state_dict: as :meth:`Checkpointer.save` takes it.
@@ -202,15 +204,15 @@ class CheckpointStager(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for copies that are under way, and free what is kept."""
+        """Wait for running copies, and free the memory."""
 
 
 class SharedMemoryStager(CheckpointStager):
     """Copies tensors into one block of shared memory that the writer process maps.
 
-    Tensors in host memory are copied before :meth:`stage` returns. Those on CUDA devices are copied
-    by the devices, after what is enqueued and before what comes next on the current stream; then the future is done.
-    Not thread-safe.
+    Tensors in host memory are copied before :meth:`stage` returns. Tensors on CUDA devices are copied by the devices,
+    after the work already enqueued on the current stream and before later work; then the future is done. Not
+    thread-safe.
     """
 
     def __init__(self) -> None:
@@ -224,7 +226,7 @@ class SharedMemoryStager(CheckpointStager):
         """Return a copy of the state; a future if it is on a CUDA device.
 
         Raises:
-            TypeError, ValueError: something in it could not be loaded back safely.
+            TypeError, ValueError: part of the state could not be loaded back safely.
             RuntimeError: the stager is closed.
         """
         if self._arena is None:
@@ -264,10 +266,10 @@ class SharedMemoryStager(CheckpointStager):
         self._arena = None
 
     def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
-        """Enqueue copies, (target, source) each, on a stream a device; return events of their ends.
+        """Enqueue (target, source) copies on one stream per device; return an event per device that marks their end.
 
-        They run after what training enqueued before, and before what it enqueues next on the current stream. So no torn
-        value is read, and only the devices wait.
+        The copies run after the work that training enqueued before, and before the work that it enqueues next on the
+        current stream. So no half-written value is read, and only the devices wait.
         """
         if copies and self._pinned is None:
             address, n_bytes = self._bytes.data_ptr(), self._bytes.numel()

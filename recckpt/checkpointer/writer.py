@@ -1,4 +1,4 @@
-"""Writes one rank's file and puts it in place together with those of other ranks; and the process that does so.
+"""Writes one rank's file and commits it together with other ranks' files; also the main loop of the writer process.
 
 Imports no torch, except to look through a state.
 """
@@ -69,7 +69,7 @@ class WriterHook(ABC):
 
     @abstractmethod
     def pre_commit(self, path: str, **kwargs: Any) -> None:
-        """Act when this rank's bytes are durable but not yet visible. An error drops the save on all ranks.
+        """Called when this rank's bytes are durable but not yet visible. An error abandons the save on all ranks.
 
         Args:
             path: the directory of the checkpoint, absolute or a URL.
@@ -78,11 +78,12 @@ class WriterHook(ABC):
 
     @abstractmethod
     def post_commit(self, path: str, **kwargs: Any) -> None:
-        """Act when the files of all ranks are in place. An error is raised on all ranks, and the files stay."""
+        """Called when the files of all ranks are in place. An error is raised on all ranks, and the files stay."""
 
 
 class PartlyCommittedError(SaveFailedError):
-    """A rank failed after all had agreed to put their files in place: in doing so, or in its ``post_commit``."""
+    """A rank failed after all ranks had agreed to commit: while putting its file in place, or in its
+    ``post_commit``."""
 
     def __init__(self, ckpt_id: str, rank: int, cause: str) -> None:
         super().__init__(ckpt_id, rank, cause)
@@ -101,19 +102,19 @@ class RankFailedError(Exception):
 
 
 class Barrier:
-    """Lets the ranks of a save agree, several times a save. This one is of one rank, which agrees with itself."""
+    """Lets the ranks agree, several times per save. This base class is for a single rank."""
 
     def begin(self) -> None:
-        """Begin a save. Every rank begins every save, however the one before ended."""
+        """Begin a save. Every rank begins every save, even if the previous save failed."""
 
     def agree(self, *, last: bool = False) -> None:
-        """Wait until all ranks are here. Collective.
+        """Wait until all ranks have arrived. Collective.
 
         Args:
-            last: this is the last time in this save.
+            last: whether this is the last agreement in this save.
 
         Raises:
-            RankFailedError: on all ranks alike: one of them refused, or did not come in time.
+            RankFailedError: on all ranks: a rank refused, or did not arrive in time.
         """
 
     def refuse(self, reason: str) -> None:
@@ -123,8 +124,8 @@ class Barrier:
 class StoreBarrier(Barrier):
     """Agrees over a key-value store: the first rank to write an answer decides, and all ranks read it.
 
-    A rank that comes late finds the answer and fails like the others. Each save has keys of its own, so its failure
-    leaves nothing behind for the next, unlike a process group whose collective timed out. Not thread-safe.
+    A late rank finds the answer and fails like the others. Each save uses separate keys, so that a failed save does not
+    affect the next; a process group cannot be used after a timeout of a collective. Not thread-safe.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
@@ -136,7 +137,8 @@ class StoreBarrier(Barrier):
         self._save, self._question = self._save + 1, 0
 
     def agree(self, *, last: bool = False) -> None:
-        """Wait for the others; then delete the previous question, whose answer all have read."""
+        """Wait for the others; then delete the keys of the previous agreement, because all ranks have read its
+        answer."""
         place = self._next_place()
         ranks = self._ranks(place)
         try:
@@ -172,7 +174,7 @@ class StoreBarrier(Barrier):
         return self._store.compare_set(f"{place}answer", "", json.dumps([rank, reason]))
 
     def _wait(self, place: str) -> bytes:
-        """Return the answer: rank 0 gives it once all ranks came, and any rank after its timeout."""
+        """Return the answer: rank 0 writes it once all ranks have arrived; any rank writes it after its timeout."""
         answer, ranks = f"{place}answer", self._ranks(place)
         for _ in moments(self._timeout_sec):
             if self._store.check([answer]):
@@ -194,7 +196,7 @@ class CheckpointWriter:
         rank_info: this rank.
         barrier: where several ranks agree; None for one rank.
         commit_hook: called before and after the commit.
-        proceed: called before every few megabytes; raises to drop the save.
+        proceed: called before every few megabytes; it raises an error to abandon the save.
     """
 
     def __init__(
@@ -316,7 +318,7 @@ def _failure(error: Exception) -> tuple[str, Any]:
 
 
 class _AskingBarrier(Barrier):
-    """Asks the parent, which reaches the other ranks and has begun the save, to agree with them."""
+    """Forwards agreements to the parent process, which is connected to the other ranks and has begun the save."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -339,7 +341,7 @@ def main(fd: int, parent_pid: int) -> None:
     orphaned = threading.Event()
 
     def watch() -> None:
-        """End with the parent, even if a fork of it still holds its end of the socket."""
+        """End this process when the parent ends, even if a fork of the parent still holds the socket."""
         while os.getppid() == parent_pid:
             time.sleep(_LOOK_SEC)
         orphaned.set()

@@ -80,9 +80,9 @@ def _run(args: argparse.Namespace) -> CommandResult:
 def _refuse_misspelt(
     parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], words: Sequence[str]
 ) -> None:
-    """End with wrong usage if the command or a long option does not exist, and suggest what was meant.
+    """Exit with a usage error if the command or a long option does not exist, and suggest a correction.
 
-    argparse does too, but after it has taken an option's value for something else.
+    argparse also does this, but only after it has misread the option's value.
     """
     if not words:
         return
@@ -104,7 +104,7 @@ def _refuse_misspelt(
 def _ended_by_signals() -> Iterator[None]:
     """End the block by SystemExit at SIGTERM and SIGINT, so that half-written files are removed.
 
-    Also as process 1 of a container, where the kernel drops unhandled signals.
+    This also works as process 1 of a container, where the kernel drops unhandled signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Kinds of arguments, and those that several commands have."""
+"""Types of arguments, and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Argument(NamedTuple):
 
 
 def argument(usage: str, what: str | None = None, **options: Any) -> Argument:
-    """Return an argument; ``usage`` is such as ``dir DIR``, ``--once`` for a flag or ``-a,--all N``."""
+    """Return an argument; examples of ``usage``: ``dir DIR``, ``--once`` for a flag, ``-a,--all N``."""
     names, _, metavar = usage.partition(" ")
     if metavar:
         options["metavar"] = metavar

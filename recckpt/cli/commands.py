@@ -1,7 +1,7 @@
-"""All commands: what each does, examples, and the module with its arguments and its work.
+"""All commands: help text, examples, and the module that has the arguments and the implementation of each.
 
-For the command ``ls``, ``ARGUMENTS["ls"]`` are the arguments, and ``run_ls(args)`` does the work. A module is imported
-when its command is used, and slow imports happen when it runs: `recckpt --help` and shells do not wait.
+For the command ``ls``, ``ARGUMENTS["ls"]`` are the arguments, and ``run_ls(args)`` runs the command. A module is
+imported when its command is used, and slow imports happen when it runs: `recckpt --help` and shells do not wait.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def module_of(command: str) -> ModuleType:
 
 
 def parsers(only: str | None = None) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of all commands, and that of each; with arguments for ``only`` one if given."""
+    """Return the main parser and one parser per command; if ``only`` is given, only that command gets its arguments."""
     parser = argparse.ArgumentParser(
         prog="recckpt",
         description="Look into checkpoints, without torch and without the model.",

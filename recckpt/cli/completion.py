@@ -1,4 +1,4 @@
-"""What may come next on the command line, for shells: `eval "$(register-python-argcomplete recckpt)"`."""
+"""Completes the command line in shells: `eval "$(register-python-argcomplete recckpt)"`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _candidates(prefix: str, action: argparse.Action, parsed_args: argparse.Name
 
 
 def _paths(prefix: str, *, with_checkpoints: bool = False, with_files: bool = False) -> Iterable[str]:
-    """Yield local paths without reading manifests; none for URLs, as a store may be slow."""
+    """Yield local paths without reading manifests; none for URLs, because an object store may be slow."""
     if "://" in prefix:
         return
     folder, slash, begun = prefix.rpartition("/")

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs, for the commands that look into a checkpoint."""
+"""Checkpoints of other programs, for the commands that show checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNSEEN = "values that have changed go unseen; `recckpt import` it, and verify s
 
 
 def source_at(path: str) -> SourceReader | None:
-    """Open what another program saved at a path; None if it does not look like that.
+    """Open the files that another program saved at a path; None if no format recognises them.
 
     ConversionError if a file is damaged or its format is unclear; MissingLibraryError if it needs torch.
     """
@@ -50,7 +50,7 @@ def reader_at(path: str) -> CheckpointReader | SourceReader:
 
 
 def verified(source: SourceReader, *, deep: bool) -> CommandResult:
-    """Read everything if ``deep``, and report what cannot be read, and what the format cannot promise."""
+    """Read everything if ``deep``; report unreadable parts, and damage that the format cannot detect."""
     contents, problems = source.contents, list[str]()
     items: list[SourceTable | SourceTensor] = [*contents.tables, *contents.dense]
     sizes = [*(table.n_rows * table.row_bytes for table in contents.tables), *(one.nbytes for one in contents.dense)]
@@ -85,8 +85,8 @@ def views_of(source: SourceReader) -> tuple[duckdb.DuckDBPyConnection, Sequence[
 def diff_of_others(before: str, after: str, tolerance: float) -> tuple[CheckpointDiff, list[str]] | None:
     """Compare dense tensors by name; None if both are checkpoints of recckpt.
 
-    Returns also the names of tables, which are not compared. If one side's names have a common prefix such as
-    ``model.``, it is ignored.
+    Also returns the names of tables, which are not compared. If one side's names have a common prefix such as
+    ``model.``, the prefix is ignored.
     """
     from recckpt.inspect.diff_result import CheckpointDiff
     from recckpt.inspect.diff_tensors import compare_tensors
@@ -126,7 +126,7 @@ def _rows(tensor: SourceTensor, begin: int, end: int) -> Any:
 
 
 def _called_alike(old: Sequence[Comparable], new: Sequence[Comparable]) -> tuple[list[Comparable], list[Comparable]]:
-    """Return both sides, one of them without a prefix of its names if more names agree so."""
+    """Return both sides; remove the common prefix from one side's names if more names match without it."""
 
     def shorter(tensors: Sequence[Comparable]) -> Iterator[list[Comparable]]:
         yield list(tensors)

@@ -47,7 +47,7 @@ class UsageError(Exception):
 
 @contextmanager
 def usage_checked() -> Iterator[None]:
-    """Turn a ValueError, as for a path that no storage takes, into wrong usage."""
+    """Turn a ValueError, such as for a path that no storage accepts, into a UsageError."""
     try:
         yield
     except ValueError as error:
@@ -55,7 +55,8 @@ def usage_checked() -> Iterator[None]:
 
 
 def leave_stdout() -> None:
-    """Redirect stdout, whose reader is gone, to nothing, so that the interpreter's last flush cannot fail."""
+    """Redirect stdout to the null device after its reader has gone, so that the interpreter's last flush cannot
+    fail."""
     with suppress(OSError, ValueError):  # where it is no file, nothing is flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

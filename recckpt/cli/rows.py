@@ -79,7 +79,7 @@ def run_get(args: argparse.Namespace) -> CommandResult:
 
 
 def _read(args: argparse.Namespace, use: Callable[[CheckpointReader | SourceReader], _Answer]) -> _Answer:
-    """Use a checkpoint, or a newer one if its writer removes it meanwhile."""
+    """Call a function on a checkpoint; if the writer removes the checkpoint meanwhile, use a newer one."""
     from recckpt.cli.others import reader_at
     from recckpt.output_dir.open_files import first_whole
 
@@ -216,7 +216,7 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str
 
 
 def _with_times_as_text(query: str, kinds: Sequence[str]) -> str:
-    """Return a query with times with time zones as text: as Python objects, duckdb needs pytz for them."""
+    """Return a query whose times with time zones are text, because duckdb needs pytz to return them as objects."""
     import duckdb
 
     for end in (at for at in range(len(query) - 1, -1, -1) if query[at] == ";"):
@@ -245,7 +245,7 @@ def _table_of_answer(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> lis
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; types that JSON lacks, such as dates, as text."""
+    """Return a value in a type of JSON; types that JSON lacks, such as dates, become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -90,7 +90,7 @@ def contents_of(source: SourceReader) -> CommandResult:
 
 
 def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, list[dict[str, Any]], list[str]]:
-    """Describe the dense tensors; not by CheckpointReader, as importing Arrow takes longer than all of this."""
+    """Describe the dense tensors; avoids CheckpointReader, because importing Arrow takes longer than this command."""
     from recckpt.checkpoint.chain import OpenChain
 
     storage, checkpoint = found

@@ -1,4 +1,4 @@
-"""What people see: tables in colour on a terminal if `rich` (extra `cli`) is installed, else plain text.
+"""Output for people: coloured tables on a terminal if `rich` (extra `cli`) is installed, else plain text.
 
 Red is damaged, yellow uncertain, bold newest or pinned, faint past.
 """
@@ -73,7 +73,7 @@ class LogLines(logging.Handler):
 
 
 def console_of(stream: Any) -> Console | None:
-    """Return a console that writes in colour; None if that is not wanted or not possible."""
+    """Return a console that writes in colour; None if colour is disabled or not possible."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb" or not is_terminal(stream):
         return None
     try:
@@ -85,7 +85,7 @@ def console_of(stream: Any) -> Console | None:
 
 
 def _take_all(stream: Any) -> None:
-    """Make a stream write characters that its encoding lacks as escapes."""
+    """Make a stream write characters as escapes if its encoding lacks them."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
 

@@ -137,7 +137,7 @@ def _compacted(done: Compacted) -> str:
 
 
 def passed_by(output_dir: str, ckpt_id: str, planned_step: int | None) -> list[str]:
-    """Say which checkpoint of a later step ``restore()`` will skip once this one is committed."""
+    """Return a note on the checkpoint of a later step that ``restore()`` will skip once this one is committed."""
     from recckpt.output_dir.listing import list_checkpoints
     from recckpt.storage import open_storage
 
@@ -193,7 +193,7 @@ def run_forget(args: argparse.Namespace) -> CommandResult:
 
 
 def _forget_dry_run(args: argparse.Namespace) -> CommandResult:
-    """Say what would be done, and how long that takes at the pace of the last saves."""
+    """Report what would be done, and how long it takes at the pace of the last saves."""
     from recckpt.inspect.absent import read_ids
     from recckpt.inspect.save_times import saves_of, seconds_to_write, timeline_of
     from recckpt.output_dir.notes import noted_hosts

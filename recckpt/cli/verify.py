@@ -91,7 +91,7 @@ def _row(report: Report) -> tuple[str, ...]:
 
 
 def _lacks(report: Report) -> list[str]:
-    """Return what its writer knew to be missing: not damage, but a resume starts it from scratch."""
+    """Return the state that the writer knew to be missing: this is not damage, but a resume starts it from scratch."""
     return [] if report.manifest is None else report.manifest.training.unsaved.descriptions
 
 
@@ -109,7 +109,7 @@ def _data(report: Report) -> dict[str, Any]:
 
 
 def _absent(args: argparse.Namespace) -> CommandResult:
-    """List what still holds any of the ids, and what cannot be read; name the ids only if asked to."""
+    """List the places that still have any of the ids, and unreadable files; print the ids only if requested."""
     from recckpt.format.buckets import distinct
     from recckpt.inspect.absent import look_for, read_ids
 

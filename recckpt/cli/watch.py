@@ -1,4 +1,4 @@
-"""``recckpt watch``: a run, or all runs in a directory, look after look; `ls` uses its line a run."""
+"""``recckpt watch``: polls a run, or all runs in a directory; `recckpt ls` also uses its one line per run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def _problems(status: Status) -> list[str]:
 
 
 def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, RunsStatus] | None:
-    """Return a watcher of the runs in a directory and its first look; None if it has no runs, or is one itself."""
+    """Return a watcher of the runs in a directory, and its first look; None if the directory has no runs, or is a
+    run."""
     from recckpt.inspect.watch import RunsWatcher, is_output_dir
 
     if storage.why_empty() or is_output_dir(storage):
@@ -117,7 +118,7 @@ def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, Ru
 
 
 def listed(status: RunsStatus, *, with_overdue: bool) -> CommandResult:
-    """Return a line a run, and a problem for each bad run, overdue ones only if asked for."""
+    """Return one line per run, and a problem for each bad run; overdue runs count only if requested."""
     moods = {"bad", "doubtful"} if with_overdue else {"bad"}
     wrong = [run for run in status.runs if run.health[1] in moods]
     problems = [f"{status.url}/{escaped(run.name)}: {run.health[0]}" for run in wrong]
@@ -148,7 +149,7 @@ def _go_on(
     lines: Callable[[_Look, str], _Lines],
     drawn: Callable[[Console, _Look, str], RenderableType],
 ) -> CommandResult:
-    """Show look after look, until SIGINT, SIGTERM, or a closed output."""
+    """Show the status repeatedly, until SIGINT, SIGTERM, or a closed output."""
     log, trouble = logging.getLogger("recckpt"), ""
     before = log.level
     log.setLevel(logging.ERROR)  # a network that fails is shown, not logged into the table
@@ -173,7 +174,7 @@ def _shown_by(
     lines: Callable[[_Look, str], _Lines],
     drawn: Callable[[Console, _Look, str], RenderableType],
 ) -> Iterator[Callable[[_Look, str], object]]:
-    """Yield what shows a look: a live table on a terminal, else JSON, or the lines that changed."""
+    """Yield a function that shows one status: as a live table on a terminal, else as JSON or as the changed lines."""
     console = terminal.console_of(sys.stdout)
     if args.json:
         yield _show_json

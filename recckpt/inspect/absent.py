@@ -1,4 +1,4 @@
-"""Looks for ids in every part file that a place holds, listed by a manifest or not; reads files of ids."""
+"""Searches all part files of a directory for ids, whether a manifest lists the files or not; reads files of ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass
 class Holding:
-    """Sought ids that one directory holds in one table."""
+    """Those of the sought ids that one directory has in one table."""
 
     directory: str
     ckpt_id: str | None  # None without a manifest: a leftover, a near save, a copy of a part
@@ -61,7 +61,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
         table: only this table, its counts of ids without a row included; None for all tables.
 
     Raises:
-        CheckpointNotFoundError: there is nothing in which ids could be.
+        CheckpointNotFoundError: the directory has no file that could contain ids.
         ValueError: no storage takes the path, or no checkpoint there has such a table.
     """
     sought, unread = distinct(ids), dict[str, str]()
@@ -95,7 +95,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
 
 
 def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:
-    """Return the directories to search, "" for files outside all of them; list in ``unread`` what a chain lacks."""
+    """Return the directories to search, "" for files outside of them; add missing parts of a chain to ``unread``."""
     inside, (parent, directory) = open_storage(path), open_parent(path)
     if not has_manifest(parent, directory):
         directories = attempt_dirs(inside)
@@ -138,7 +138,7 @@ def _parts(storage: Storage, top: str, unread: dict[str, str]) -> Iterator[tuple
 
 
 def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | None]) -> None:
-    """Raise ValueError for an unknown table: not finding its ids would prove nothing."""
+    """Raise ValueError for an unknown table, because a search that finds nothing in it would prove nothing."""
     records = [record for record in manifests if record is not None]
     names = {entry.name for record in records for entry in record.tables}
     names |= {request.table for request in pending(storage)}
@@ -150,7 +150,7 @@ def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | No
 def _look(
     storage: Storage, directory: str, name: str, sought: Ids, tables: Sequence[str] | None
 ) -> Mapping[str, Ids] | str:
-    """Return the sought ids in a part, by table; or why the part cannot be read."""
+    """Return the sought ids in a part, by table, or the reason why the part cannot be read."""
     ids_by_table: dict[str, list[Ids]] = {}
     try:
         for names, columns in unlisted_batches(mapped(storage, layout.join(directory, name))):

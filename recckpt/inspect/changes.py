@@ -21,7 +21,7 @@ class RowChanges:
 
     Attributes:
         name: of the table.
-        replaced: whether these are all rows of the table, and replace those of the older checkpoint.
+        replaced: whether these are all rows of the table, which replace the rows of the older checkpoint.
         rows: upper bound of new or changed rows: a row that changed in two deltas counts twice.
         deleted: upper bound of deleted ids.
     """
@@ -66,7 +66,7 @@ class CheckpointChanges:
     """What has changed from one checkpoint to another.
 
     Attributes:
-        is_whole: whether the checkpoint is not based on the older one, so that these are all of its rows.
+        is_whole: whether the checkpoint is not based on the older one, so that the changes contain all of its rows.
         tables: name -> changes, of the tables with changed rows.
         dropped_tables: tables that no longer exist; unknown if the older one is given by name and is not in the chain.
         dense: dense tensors that are new, have other bytes, or are split into other chunks.
@@ -81,7 +81,7 @@ class CheckpointChanges:
 
 
 def changes_between(before: OpenChain | str | None, now: OpenChain) -> CheckpointChanges:
-    """Return what changed since a checkpoint, or since the save of that name, which may be a link of ``now``."""
+    """Return the changes since a checkpoint, or since the save of that name, which may be a link of ``now``."""
     names = [link.manifest.name for link in now.links]
     name = before.manifest.name if isinstance(before, OpenChain) else before
     newest = now.newest(names.index(name)) if name in names else now

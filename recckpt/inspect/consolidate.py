@@ -30,7 +30,7 @@ class Consolidated:
 def consolidate(path: str, out: str) -> Consolidated:
     """Write a model's dense state as one ``model.pt``, whatever ranks and meshes saved it.
 
-    Checks all that it reads. One tensor at a time is in memory.
+    Checks everything that it reads. Holds one tensor at a time in memory.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.

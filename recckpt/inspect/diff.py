@@ -48,7 +48,7 @@ def diff(
         before: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
         after: the same.
         tolerance: values of tables and dense tensors that differ by no more than this count as the same.
-        top: how many rows of each table to name, of those that moved most.
+        top: number of rows per table to list, those that moved most.
 
     Raises:
         TypeError: a path is not a path.
@@ -121,7 +121,7 @@ def side_of(opened: OpenChain) -> Side:
 
 
 def _groups_of(side: OpenChain) -> Groups:
-    """Return what lies in ``.pt`` files, which are compared by their checksums, and by keys where these differ."""
+    """Return the contents of ``.pt`` files; these are compared by checksum, and by key where the checksums differ."""
     names, files = side.manifest.names, dict[str, dict[str, FileEntry]]()
     for file in side.manifest.files:
         if group := _GROUPS.get(layout.content_of_rank(file.name) or file.name):
@@ -139,10 +139,10 @@ def _groups_of(side: OpenChain) -> Groups:
 def _compare_values(
     before: OpenChain, after: OpenChain, groups: Groups, other_groups: Groups, tolerance: float
 ) -> Iterator[ValueDiff]:
-    """Yield what became of training state, by its values, and of what lies in ``.pt`` files.
+    """Yield the differences of training state and of ``.pt`` files.
 
-    These are compared key by key where a checksum differs. Of files with several values that are not of the form that
-    recckpt writes, or too large, no checksum says which of the values have changed.
+    A ``.pt`` file whose checksum differs is compared key by key. If a file with several values is not in the form that
+    recckpt writes, or too large, its single checksum does not tell which values have changed.
     """
     state, other_state = ({"step": side.manifest.step, **side.manifest.state} for side in (before, after))
     for name in {**state, **other_state}:

@@ -187,7 +187,7 @@ class CheckpointDiff:
 
 
 def lines_of(diff: CheckpointDiff) -> list[Line]:
-    """Return the lines that ``recckpt diff`` prints; what is the same is counted, not listed."""
+    """Return the lines that ``recckpt diff`` prints; equal items are counted, not listed."""
     lines: list[Line] = [
         verdict(diff),
         "",

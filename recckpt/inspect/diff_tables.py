@@ -70,7 +70,7 @@ def compare_table(
 
 
 class _Room:
-    """Memory for one column of a chunk of rows, on both sides: reused, as the first touch of memory is slow."""
+    """Memory for one column of a chunk of rows, on both sides; reused, because first access to new memory is slow."""
 
     def __init__(self, columns: Sequence[Sequence[SlotSpec]], pairs: Sequence[Pair]) -> None:
         self._rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
@@ -79,7 +79,7 @@ class _Room:
         self._in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
 
     def chunks(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[tuple[slice, Columns]]:
-        """Yield a chunk, and a function from a column's number (0: ids, then the pairs) to its rows on both sides.
+        """Yield a chunk, and a function that maps a column's index (0: ids, then the pairs) to its rows on both sides.
 
         The rows are valid until the next chunk. Chunks also end at the ends of the files' batches, within which rows
         are not copied, unless these are so close together that chunks would be small, as in merged chains.
@@ -213,9 +213,9 @@ def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], diff: Bucket
 def paired(before: Hashes, after: Hashes) -> tuple[Int64s, Int64s]:
     """Return the positions, on each side, of the ids that both sides have, in the order of the first.
 
-    On each side hashes are distinct and ordered by bucket. Within a bucket, rows of one run keep their order while none
-    is deleted, and new rows follow them. So each row is looked for at its own place in the bucket; only the others are
-    sorted and searched.
+    On each side hashes are distinct and ordered by bucket. Within a bucket, rows of one run keep their order while no
+    row is deleted, and new rows come after them. So each row is first looked up at its own place in the bucket; only
+    rows not found there are sorted and searched.
     """
     if not len(before) or not len(after):
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 class Comparable(NamedTuple):
-    """A tensor of either side. ``read(begin, end)`` gives rows as numbers; as bits for dtypes that numpy lacks."""
+    """A tensor of one side. ``read(begin, end)`` returns rows as numbers; as bits for dtypes that numpy lacks."""
 
     of: str
     name: str
@@ -93,7 +93,7 @@ def _compared(one: Comparable, other: Comparable, tolerance: float) -> TensorDif
 
 
 def _steps(before: Array, after: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Return which values are equal (NaN equals NaN), and by how much each differs."""
+    """Return a mask of equal values (NaN equals NaN), and the difference of each value."""
     same = np.asarray(before == after)
     if before.dtype.kind in "fc" and after.dtype.kind in "fc":
         same = same | (np.isnan(before) & np.isnan(after))

@@ -22,7 +22,7 @@ _WITHIN = (1e-240, 1e300)  # replaces sums that float64 cannot hold either
 
 
 class SlotComparer:
-    """Compares rows of one slot, by their bytes first as long as few rows change. Not thread-safe."""
+    """Compares rows of one slot, by their bytes first while few rows change. Not thread-safe."""
 
     def __init__(self, before: SlotSpec, after: SlotSpec, tolerance: float) -> None:
         self._before, self._after, self._tolerance = before, after, tolerance
@@ -31,7 +31,7 @@ class SlotComparer:
         self._steps, self._flags = np.empty(0, np.float32), np.empty(0, np.bool_)
 
     def differing(self, before: Array, after: Array) -> npt.NDArray[np.int64]:
-        """Return the numbers of rows in which any byte differs; both sides have one dtype."""
+        """Return the indices of rows in which any byte differs; both sides have the same dtype."""
         n_bytes = before.dtype.itemsize
         words = np.dtype(next(f"u{width}" for width in (8, 4, 2, 1) if n_bytes % width == 0))
         n_words = before.nbytes // words.itemsize
@@ -44,9 +44,10 @@ class SlotComparer:
         return rows[np.concatenate([[True], rows[1:] != rows[:-1]])] if len(rows) else rows
 
     def moves(self, before: Array, after: Array) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-        """Return the numbers of the changed rows, beyond the tolerance in a value, and how far each moved.
+        """Return the indices of rows in which any value changed by more than the tolerance, and their distances.
 
-        L2 and cosine distance; the latter is NaN if a side is a single value, all zeros, or not finite.
+        These are L2 and cosine distances; the cosine distance is NaN if a side is a single value, all zeros, or not
+        finite.
         """
         n_rows = len(before)
         rows = np.arange(n_rows)

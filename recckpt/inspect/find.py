@@ -26,7 +26,7 @@ class CheckpointInfo:
     Attributes:
         path: its own path or URL, which readers and loads take.
         ckpt_id: its id.
-        step: global step; None if the saver counts none.
+        step: global step; None if the saver does not count steps.
         time: when it was committed, in UTC, as ISO 8601.
         kind: ``"full"`` or ``"delta"``.
         ephemeral: whether it is removed once a newer one is committed.
@@ -120,14 +120,14 @@ def is_checkpoint(path: Place) -> bool:
 
 
 def refuse_checkpoint(path: Place) -> None:
-    """Raise CheckpointNotFoundError if the path, meant as an output dir, is a checkpoint itself."""
+    """Raise CheckpointNotFoundError if a path that should be an output dir is a checkpoint itself."""
     if is_checkpoint(path):
         what = "is a checkpoint itself, expected an output dir; name its parent"
         raise CheckpointNotFoundError(f"{os.fspath(path)}: {what}")
 
 
 def _id_of_step(checkpoints: Sequence[Checkpoint], step: int, place: str) -> str:
-    """Return the id of a step: the usual one, or the one with a manager's own prefix."""
+    """Return the checkpoint id of a step, with the default prefix or a manager's own prefix."""
     usual, ending = layout.step_id(step), layout.step_id(step, "")
     named = [each.ckpt_id for each in checkpoints if each.manifest.step == step and each.ckpt_id.endswith(ending)]
     if not named or any(each.ckpt_id == usual for each in checkpoints):
@@ -159,7 +159,7 @@ SECOND_CHAIN = "second chain"  # see second_chain()
 
 
 def needed_by(listing: Listing) -> dict[str, list[Checkpoint]]:
-    """Return for each directory the current checkpoints that have it as a base, oldest first."""
+    """Return, for each directory of a base, the current checkpoints that need this base, oldest first."""
     needed: dict[str, list[Checkpoint]] = {}
     for checkpoint in listing.current:
         for link in checkpoint.below:
@@ -168,7 +168,7 @@ def needed_by(listing: Listing) -> dict[str, list[Checkpoint]]:
 
 
 def second_chain(listing: Listing) -> Checkpoint | None:
-    """Return the newest checkpoint that needs another full one than the newest; None if that is not a delta.
+    """Return the newest checkpoint whose full checkpoint is not that of the newest; None if the newest is not a delta.
 
     Rotation keeps it, so that one damaged full checkpoint does not make all checkpoints useless.
     """

@@ -35,14 +35,15 @@ def follow(
 ) -> Iterator[CheckpointReader]:
     """Yield each committed checkpoint of a run once, in order of commit, and wait for more. Needs no torch.
 
-    Those that are there come first. What rotation removes before its turn is left out; a step that is saved again comes
-    again; one that is compacted does not. A store that fails is asked again, and the log says so once. Files are open,
-    on a local file system to their end though rotation removes the checkpoint meanwhile, and go wherever a path does:
-    :func:`recckpt.load_into`, :meth:`recckpt.Standby.load`, :func:`recckpt.diff`. It writes nothing.
+    Existing checkpoints come first. A checkpoint that rotation removes before its turn is left out. A step that is
+    saved again is yielded again; a step that is compacted is not. After an error of the storage, ``follow`` logs it
+    once and retries. Each result is a reader with open files, which on a local file system stay readable after rotation
+    removes the checkpoint. Pass the reader in place of a path to :func:`recckpt.load_into`,
+    :meth:`recckpt.Standby.load` or :func:`recckpt.diff`. Writes nothing.
 
     Args:
         run: an output dir, which need not exist yet; any fsspec URL.
-        timeout_sec: end when no checkpoint came for this long; 0 ends after those that exist; None never ends.
+        timeout_sec: end when no checkpoint came for this long; 0 ends after the existing checkpoints; None never ends.
         every_sec: seconds between two looks.
         after: skip existing checkpoints up to this step, such as the last one evaluated.
         newest: if several wait, because the caller is slower than the run, skip all but the newest.
@@ -100,7 +101,7 @@ class RunFollower:  # not thread-safe
                 log.warning("%s: nothing came: %s", self._storage.url, why_nothing(self._storage))
 
     def _look(self) -> CheckpointReader | None:
-        """Return the oldest new checkpoint, open; None if there is none, or the store does not answer."""
+        """Return the oldest new checkpoint, open; None if there is none, or the storage does not answer."""
         try:
             checkpoints = self._new()
             self._is_away = False

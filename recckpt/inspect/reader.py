@@ -47,7 +47,7 @@ def dataset(path: str | os.PathLike[str], table: str, *, checked: bool = True) -
     Its columns are ``table``, ``id`` and the slots; its rows are those of this table only. At first only catalogs and
     the ends of the files are read. A query reads the columns that it needs and checks every byte of them, once if
     files are mapped. For damaged bytes it raises CorruptCheckpointError, or an error of the querying library with the
-    same words. Imports no torch.
+    same message. Imports no torch.
 
     pyarrow's joins, ``sort_by`` and ``get_fragments`` bypass the checks: they need ``checked=False``, or the rows as a
     table. They do not work for a delta, whose rows are merged for each query.
@@ -76,9 +76,9 @@ class CheckpointReader:
     :meth:`refresh` and :meth:`at_this_checkpoint` are thread-safe, other methods are not. Notebooks show it as a
     table of the checkpoint's contents.
 
-    All files are opened at once, for a delta those of its whole chain. On a local file system they can be read to the
-    end even if rotation removes them meanwhile, and keep their disk space until the reader is closed. On object stores
-    a read then raises CheckpointRemovedError.
+    All files are opened immediately; for a delta, the files of its whole chain. On a local file system the open files
+    stay readable even if rotation removes them, and their disk space is freed only when the reader is closed. On object
+    stores a read then raises CheckpointRemovedError.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
@@ -86,8 +86,8 @@ class CheckpointReader:
     Raises:
         TypeError: ``path`` is not a path.
         CheckpointNotFoundError: there is no committed checkpoint.
-        CheckpointRemovedError: its writer removed it before its files were open, four times in a row.
-        CorruptCheckpointError: its manifest is damaged, or a file is missing or of another size.
+        CheckpointRemovedError: the writer removed the checkpoint before its files were open, four times in a row.
+        CorruptCheckpointError: the manifest is damaged, or a file is missing or of another size.
         FormatVersionError: written by a newer format.
     """
 
@@ -116,16 +116,15 @@ class CheckpointReader:
         self._now = OpenChain.of(self._now.storage, self._now.checkpoint)
 
     def refresh(self) -> bool:
-        """Move to the checkpoint that the path means now, such as the newest of an output dir; say whether it moved.
+        """Move to the checkpoint that the path means now, such as the newest of an output dir; return whether it moved.
 
         Only links that are new to this reader are opened and read: with deltas, only what changed. Iterators over the
         previous checkpoint can be read to the end. After an error the reader stays at its checkpoint.
-        Thread-safe: a look-up in another thread uses either checkpoint, never both. Tables that had look-ups are
-        prepared for more before the reader moves.
+        Thread-safe: a look-up in another thread uses either checkpoint, never both. Before the reader moves, it
+        prepares look-ups for the tables that were looked up before.
 
         Raises:
-            CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as when it was
-                made.
+        CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as the constructor.
         """
         with self._moving:
             before = self._now
@@ -135,7 +134,8 @@ class CheckpointReader:
     def at_this_checkpoint(self) -> CheckpointReader:
         """Return a reader of the same open files that stays at this checkpoint when this one moves on. Thread-safe.
 
-        For an answer that takes several look-ups, all of one checkpoint. Costs nothing, and need not be closed.
+        Use it for an answer that needs several look-ups in the same checkpoint. It costs nothing, and need not be
+        closed.
         """
         return reader_of(self._now)
 
@@ -146,7 +146,7 @@ class CheckpointReader:
 
     @property
     def chain(self) -> OpenChain:
-        """Internal: the open files; a load from them goes on though the checkpoint is removed."""
+        """Internal: the open files. Loading from them still works after the checkpoint has been removed."""
         return self._now.open_all()
 
     @property
@@ -189,12 +189,12 @@ class CheckpointReader:
         return self.chain.table_with(name, columns, sought).rows_of(sought)
 
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
-        """Return one row for each of ``ids``, in their order, and which of them the table has. Thread-safe.
+        """Return one row for each of ``ids``, in their order, and a mask of the ids that the table has. Thread-safe.
 
-        All rows are from one checkpoint, even if :meth:`refresh` moves on meanwhile. The first call for a table
-        reads all its ids and keeps them, 16 bytes a row; later calls take milliseconds. Values are checked when
-        first read from a memory map, or at every read without maps. To read a few rows once,
-        :meth:`table` with ``ids`` reads less.
+        All rows are from one checkpoint, even if :meth:`refresh` moves on meanwhile. The first call for a table reads
+        all its ids and keeps them in memory, 16 bytes per row; later calls take milliseconds. Values are checked when
+        first read from a memory map, or at every read without maps. To read a few rows once, :meth:`table` with ``ids``
+        reads less.
 
         Args:
             name: the table.
@@ -227,12 +227,13 @@ class CheckpointReader:
         tensors; rows only when iterated.
 
         Args:
-            before: the older one, or its ``manifest.name``, for which dense tensors are unknown, and tables too unless
-                it is in this checkpoint's chain. If it is not in the chain, as after a full save or a
-                forgetting, or if it is None, all tables are replaced.
+            before: a reader of the older checkpoint, or its ``manifest.name``. With a name, the older dense tensors are
+                unknown, and so are the older tables unless that checkpoint is in this checkpoint's chain. All tables
+                are replaced if ``before`` is None or not in the chain, such as after a full save or after ids were
+                forgotten.
 
         Raises:
-            TypeError: ``before`` is neither.
+            TypeError: ``before`` is of another type.
             CorruptCheckpointError: an index of dense tensors is damaged.
         """
         if not isinstance(before, CheckpointReader | str | None):
@@ -272,12 +273,12 @@ class CheckpointReader:
 
         Args:
             name: of the tensor; or ``table@slot`` for a slot of all rows of a table, such as ``item@embedding``, and
-                ``table@id`` for their ids. All slots of a table come in one order. It is all in memory: read large
-                tables by :meth:`table`.
+                ``table@id`` for their ids. All slots of a table have the same order of rows. The result is completely
+                in memory: read large tables by :meth:`table`.
 
         Raises:
             KeyError: no such tensor or slot.
-            CorruptCheckpointError: its bytes are not those that were saved.
+            CorruptCheckpointError: its bytes differ from the saved bytes.
         """
         if (of_table := self._slot(name)) is None:
             dense = self.chain.tensors
@@ -334,7 +335,7 @@ class CheckpointReader:
 
 
 def reader_of(chain: OpenChain) -> CheckpointReader:
-    """Return a reader of an open checkpoint; it never moves on."""
+    """Return a reader of an open checkpoint; the reader always stays at this checkpoint."""
     reader = CheckpointReader.__new__(CheckpointReader)
     reader._path, reader._moving, reader._now = chain.storage.url_of(chain.directory), threading.Lock(), chain
     return reader

@@ -1,4 +1,4 @@
-"""What crashes leave in an output dir: rewrites the index file, classifies leftovers, and removes dead ones."""
+"""Cleans up an output dir after crashes: rewrites the index file, classifies leftovers, and removes dead leftovers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
 
 
 def known_takeover(storage: Storage) -> Takeover:
-    """Return the newest takeover; if it is damaged, one by which no writer is known to be dead."""
+    """Return the newest takeover; if it is damaged, return a takeover that marks no writer as dead."""
     try:
         return last_takeover(storage)
     except CorruptCheckpointError:
@@ -109,7 +109,7 @@ def known_takeover(storage: Storage) -> Takeover:
 
 
 def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence[str]) -> tuple[str, bool]:
-    """Say what a directory without a manifest is, and whether its writer is dead, as a later writer took over."""
+    """Describe a directory without a manifest, and whether its writer is dead because a later writer took over."""
     died_at_once = bool(names) and all(layout.is_draft(name, layout.INTENT) for name in names)
     try:
         intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)

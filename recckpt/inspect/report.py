@@ -47,18 +47,19 @@ def report(
 ) -> RunReport:
     """Look at a run and return its checkpoints, saves and tables, with a finding for each that is unhealthy.
 
-    The newest checkpoint is read once, in bounded memory, and every byte of its files is checked; what is damaged is
-    said, and left out of the figures. Of older ones, that their files are there with their sizes is checked. Nothing is
-    written. Imports no torch.
+    Reads the newest checkpoint once, in bounded memory, and checks every byte of its files; damage is reported and left
+    out of the statistics. Of older checkpoints, only the existence and size of the files is checked. Writes nothing.
+    Imports no torch.
 
     Args:
         path: an output dir; any fsspec URL.
-        deep: False reads no files of checkpoints but manifests.
-        threads: number of files to read at once; None for 8. Locally at most one a core.
-        overdue_sec: the age of the newest checkpoint from which on a missing save is a problem; None for 3 times the
-            usual, which is a warning, since the run may have ended, and a problem to a look without ``deep``.
+        deep: False reads only the manifests of checkpoints, no other files.
+        threads: number of files to read concurrently; None for 8. Locally at most one per core.
+        overdue_sec: the age of the newest checkpoint above which a missing save is a problem. None for 3 times the
+            usual interval; then a missing save is only a warning, because the run may have ended, or a problem without
+            ``deep``.
         failures_per_day: how often the run fails, for ``advice`` on how often to save; None for none.
-        near: where near saves lie on this host, the path of ``Near``, for ``near_now``; None for what is known without.
+        near: the directory of near saves on this host, as in ``Near``, for ``near_now``; None to report without it.
 
     Raises:
         TypeError: ``path`` is not a path.
@@ -91,10 +92,10 @@ def report(
 
 
 def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
-    """Return what there is, with so many threads that read rows; findings are not made yet.
+    """Return the report without findings; ``threads`` threads read rows.
 
     Raises:
-        CheckpointNotFoundError: there is nothing of a run, not even what a save left that died.
+        CheckpointNotFoundError: there is nothing of a run, not even the leftovers of a dead save.
     """
     lines = timeline_of(storage)
     leftovers, saves = tuple(_leftovers(storage, listing)), tuple(saves_of(lines))
@@ -188,7 +189,7 @@ def _chains(listing: Listing) -> Iterator[ChainCost]:
 
 
 def _read_bytes(checkpoint: Checkpoint) -> int:
-    """Return how many bytes a restore reads: of base checkpoints only files with rows."""
+    """Return the number of bytes that a restore reads; of base checkpoints it reads only files with rows."""
     rows_below = [file for link in checkpoint.below for file in link.manifest.files if layout.has_rows(file.name)]
     return checkpoint.manifest.n_bytes + sum(file.n_bytes for file in rows_below)
 

@@ -1,4 +1,4 @@
-"""Judges a run: what is unhealthy, what to do about it, and how often to save."""
+"""Judges a run: finds problems, their remedies, and how often to save."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _REMEDIES = {  # why near saves were left out -> what to do
 def findings_of(run: RunHealth, now: datetime, overdue_sec: float | None = None) -> list[Finding]:
     """Return the findings, problems first.
 
-    ``overdue_sec`` is the age of the newest checkpoint at which a missing save is a problem; None for the usual.
+    ``overdue_sec`` is the age of the newest checkpoint above which a missing save is a problem; None for the default.
     """
     findings = [*_of_dir(run)]
     if run.checkpoints:
@@ -191,7 +191,7 @@ def _first_of(damage: Sequence[str]) -> str:
 
 
 def _of_age(run: RunHealth, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
-    """Yield a missing save: a problem if the caller set the limit or reads no rows; else the run may have ended."""
+    """Yield a finding if a save is missing: a problem if the caller set the limit or reads no rows, else a warning."""
     if run.ended is not None:
         return
     newest = run.checkpoints[-1]
@@ -286,14 +286,14 @@ def near_health(saves: Sequence[SaveTimes]) -> NearHealth | None:
 
 
 def _mean(lines: Iterable[object], name: str, n: int | None = None) -> float | None:
-    """Return the mean of an attribute over those that have it; with ``n``, the sum divided by ``n``."""
+    """Return the mean of an attribute over the items that have it; with ``n``, the sum divided by ``n``."""
     values = [value for line in lines if (value := getattr(line, name)) is not None]
     n = len(values) if n is None else n
     return sum(values) / n if values and n else None
 
 
 def _lost(gaps_steps: Sequence[int], total_sec: float | None, history: History) -> int | None:
-    """Return the most steps between two saves, plus those trained until the next one counts."""
+    """Return the most steps that can be lost: those between two saves, plus those trained until a save is complete."""
     pace = steps_per_sec([], history)
     return None if not gaps_steps or total_sec is None or pace is None else round(max(gaps_steps) + total_sec * pace)
 

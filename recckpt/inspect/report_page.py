@@ -196,7 +196,7 @@ def _near(run: RunHealth) -> Iterator[str]:
 
 
 def _along(steps: Sequence[int | None], what: str) -> tuple[list[float], str]:
-    """Return x values and their name: steps if they rise, else consecutive numbers."""
+    """Return the x values and the name of the axis: steps if they rise, else consecutive numbers."""
     known = [step for step in steps if step is not None]
     if len(known) == len(steps) and len(set(known)) == len(known) and known == sorted(known):
         return [float(step) for step in known], "step"

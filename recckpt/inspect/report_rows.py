@@ -46,14 +46,14 @@ Rows = Int64s | slice  # numbers of rows, or slice(None) for all
 
 
 def damage_text(error: Exception) -> str:
-    """Return an error's message without the remedy that all CorruptCheckpointErrors share."""
+    """Return an error's message without the default remedy of CorruptCheckpointError."""
     return str(error).removesuffix(f"; {CorruptCheckpointError.REMEDY}")
 
 
 def read_parts(look: Checkup, files: Files, clock: Clock, threads: int, advance: Advance) -> list[TableHealth]:
-    """Read the parts of a full checkpoint, one a thread; its other files have been checked.
+    """Read the parts of a full checkpoint, one part per thread; its other files have been checked.
 
-    Damaged batches are listed with their table, and left out of its figures.
+    Damaged batches are listed with their table, and left out of the table's statistics.
     """
     tasks = list(look.part_tasks())
     catalogs = (layout.MANIFEST, *(shard.catalog for shard in look.record.shards))
@@ -101,7 +101,7 @@ def _read_part(
 
 
 def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
-    """Read a delta and its bases, table by table, a range of buckets a thread; damage as in :func:`read_parts`."""
+    """Read a delta and its bases, table by table, one range of buckets per thread; damage as in :func:`read_parts`."""
     frames: dict[str, tuple[str, ...]] = {}
     for table in opened.manifest.tables:
         try:
@@ -123,7 +123,7 @@ def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) 
 def _frame_damage(chain: Sequence[TableReader], known: dict[str, tuple[str, ...]]) -> list[str]:
     """Return the damage between the values of a table's parts; each part is checked once for all its tables.
 
-    Only mapped files are checked: others would have to be read again, which a restore does not do either.
+    Only mapped files are checked: other files would have to be read again, and a restore does not check them either.
     """
     found: list[str] = []
     for link in chain:
@@ -157,7 +157,7 @@ def _read_slice(
 class RowCounts:
     """Statistics of some rows of a table. Not thread-safe.
 
-    ``floor``: the largest rows are only named if their norm is above it.
+    ``floor``: the largest rows are listed only if their norm is above ``floor``.
     """
 
     def __init__(self, entry: TableEntry, clock: Clock, floor: float = -1.0) -> None:

@@ -1,4 +1,4 @@
-"""A report as text: rows and lines that the terminal and the page share."""
+"""A report as text: table rows and lines, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def verdict(run: RunHealth) -> str:
 
 
 def metrics_by_save(saves: Iterable[SaveTimes]) -> dict[str, list[float | str | None]]:
-    """Return each metric, then each learning rate, at each committed save; None for a save without it."""
+    """Return the values of each metric, then of each learning rate, per committed save; None for a missing value."""
     saves = [save for save in saves if save.error is None]
     names = dict.fromkeys(name for save in saves for name in save.metrics)
     in_order = sorted(names, key=lambda name: name.startswith("sparse_lr_"))

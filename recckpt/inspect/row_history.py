@@ -71,7 +71,7 @@ class RowHistory:
 
 @dataclass(frozen=True, repr=False)
 class TableHistory:
-    """Rows of a table over the checkpoints of a run; prints as ``recckpt history``, and is tables in a notebook.
+    """Rows of a table over the checkpoints of a run; prints as ``recckpt history``, or as tables in notebooks.
 
     Attributes:
         url: the output dir.
@@ -106,14 +106,14 @@ def history(
 ) -> TableHistory:
     """Return the history of rows over all kept checkpoints of a run: their norms, changes, counts and moments.
 
-    Of each checkpoint only its own files are read, so of a delta only changes, and of these only the catalogs and
-    batches that may have the ids, each once. Every byte read is checked; damage is reported, and only hides
+    Reads only the catalogs, and the batches that may contain the ids, of each checkpoint's own files, each once; a
+    delta's own files have only its changes. Every byte read is checked. Damage is reported, and hides only the
     checkpoints that need the damaged file. Imports no torch. Prints as the text of ``recckpt history``.
 
     Args:
         path: an output dir; any fsspec URL.
         table: name of the table.
-        ids: int64 numbers; one that is there several times is looked up once.
+        ids: int64 numbers; a repeated id is looked up once.
 
     Raises:
         TypeError: ``ids`` are not int64 numbers.
@@ -158,7 +158,7 @@ NamedRows = Mapping[int, StoredRow | None]  # id -> its row, None where it is de
 
 
 def _named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64s) -> NamedRows | str:
-    """Return the rows of sorted, distinct ids in a checkpoint's own files; or why they are unknown.
+    """Return the rows of sorted, distinct ids in a checkpoint's own files, or the reason why they are unknown.
 
     Batches that cannot contain them are not read. CheckpointRemovedError if its writer removed it meanwhile.
     """
@@ -182,7 +182,7 @@ def _named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64
 def _states(
     id_: int, checkpoints: Sequence[Checkpoint], table: str, links: Mapping[str, NamedRows | str]
 ) -> Iterator[RowAt]:
-    """Yield one row's state in each checkpoint, oldest first, by what the files of its links say."""
+    """Yield one row's state in each checkpoint, oldest first, from the rows in the files of the chain's links."""
     before: StoredRow | None = None
     since: Checkpoint | None = None
     was_there, is_first = False, True
@@ -210,7 +210,7 @@ def _states(
 def _row_in(
     checkpoint: Checkpoint, table: str, id_: int, links: Mapping[str, NamedRows | str]
 ) -> StoredRow | str | None:
-    """Return a row by the newest link that names it, None if it is absent, a text if a link is damaged."""
+    """Return the row in the newest link that has its id; None if no link has it, a text if a link is damaged."""
     for link in checkpoint.links:
         entry, named = link.manifest.table(table), links[link.directory]
         if entry is None:

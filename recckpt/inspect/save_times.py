@@ -23,7 +23,7 @@ NEAR = "near"  # the kind of a near save that has failed, which fails no checkpo
 
 @dataclass(frozen=True)
 class NearTimes:
-    """The near saves between a checkpoint and the one before; None or 0 for what the line lacks."""
+    """The near saves between a checkpoint and the previous checkpoint; None or 0 for fields that the line lacks."""
 
     made: int  # those that were acknowledged
     failed: int  # those that have failed
@@ -44,7 +44,7 @@ class NearTimes:
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """A save, from its line in ``timeline.jsonl``; None for what the line lacks."""
+    """A save, from its line in ``timeline.jsonl``; None for fields that the line lacks."""
 
     ckpt_id: str | None  # the checkpoint
     step: int | None  # global step
@@ -63,7 +63,7 @@ class SaveTimes:
 
 
 def timeline_of(storage: Storage) -> list[dict[str, Any]]:
-    """Return the lines of the timeline, oldest first; [] without one that can be read."""
+    """Return the lines of the timeline, oldest first; [] if there is no readable timeline."""
     try:
         return read_timeline(storage)
     except NOT_READABLE:  # a directory in its place
@@ -104,7 +104,7 @@ def save_times(line: Mapping[str, Any]) -> SaveTimes:
 
 
 def _metrics(values: object) -> dict[str, float | str]:
-    """Return the numbers, and the names of non-finite ones, without the manager's counts."""
+    """Return the numbers, including non-finite ones given as text, without the manager's counts."""
     named = values.items() if isinstance(values, Mapping) else ()
     numbers = ((name, value if value in NOT_FINITE else _finite(value)) for name, value in named)
     return {name: number for name, number in numbers if number is not None and name not in _COUNTS}

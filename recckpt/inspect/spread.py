@@ -18,7 +18,7 @@ _MOST_WAITING = 1 << 13  # values that are counted at once, within the caches of
 
 @dataclass(frozen=True)
 class Spread:
-    """Ends and quantiles of non-negative values; those that are not finite are counted apart."""
+    """Ends and quantiles of non-negative values; non-finite values are counted separately."""
 
     n: int  # how many there are
     least: float  # the smallest one
@@ -113,7 +113,7 @@ class Histogram:
         return int(self._counts[max(0, at) :].sum())
 
     def n_that_carry(self, share: float) -> int:
-        """Return how many values, largest first, make up this share of the sum."""
+        """Return the smallest number of values, taken from the largest down, that make up this share of the sum."""
         self._count()
         counts, middles = self._counts[::-1], self._middles()[::-1]
         sums = np.cumsum(counts * middles)

@@ -59,14 +59,14 @@ _TIMELINE = pa.schema(
 def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.DuckDBPyConnection:
     """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
 
-    A view has ``id`` and the slots, float16 and bfloat16 as float32. There are two more tables: ``checkpoints``, those
-    of the output dir, oldest first, with a column for each metric, rate and label in their states, and ``timeline``,
-    how its last saves went, those that failed, by their ``error``, too. Where a table has one of these names, or one
-    that differs from another's only in case, which SQL does not tell apart, its view ends in ``_2``, and a warning says
-    so; so it is with slots of one table, and with the columns of ``checkpoints``.
+    A view has ``id`` and the slots, float16 and bfloat16 as float32. There are two more tables. ``checkpoints`` has the
+    checkpoints of the output dir, oldest first, with a column for each metric, rate and label in their states.
+    ``timeline`` has the last saves, including failed saves with their ``error``. If a table has one of these names, or
+    a name that differs from another table's only in case, its view ends in ``_2`` and a warning is logged, because SQL
+    ignores case; the same holds for slots of one table and for the columns of ``checkpoints``.
 
     A query reads the columns that it names; a delta's chain is merged anew for each query.
-    What it reads is checked, and a query that finds damage raises a ``duckdb.Error`` that says where it is. Files
+    Every value read is checked; a query that finds damage raises a ``duckdb.Error`` that names the damaged file. Files
     stay open as long as the connection. Imports no torch.
 
     Args:
@@ -84,7 +84,7 @@ def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.Duc
 def open_views(path: str | os.PathLike[str], *, checked: bool) -> tuple[duckdb.DuckDBPyConnection, Sequence[Dataset]]:
     """Return what :func:`connect` returns, and the data sets behind its views.
 
-    duckdb turns an error of recckpt in a query into one of its own; the data sets keep the original as ``problem``.
+    duckdb turns an error of recckpt in a query into a ``duckdb.Error``; the data set keeps the original as ``problem``.
     """
     library = needed("duckdb", "sql")
     opened = _opened(path)
@@ -156,7 +156,7 @@ def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
 
 
 def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
-    """Return names that SQL tells apart: each as it is, or with a number if its own is taken."""
+    """Return names that differ even without regard to case: each name unchanged, or with a number if it is taken."""
     names_in_sql, others = dict[str, str](), {name.casefold() for name in taken}
     for name in names:
         number, free = 1, name
@@ -195,7 +195,7 @@ def _checkpoints(storage: Storage) -> pa.Table:
 
 
 def _numbers(values: list[Any]) -> list[Any]:
-    """Return the values with names of non-finite numbers as numbers, unless there is other text."""
+    """Return the values, with texts such as "NaN" converted to numbers, unless there is other text among them."""
     texts = {value for value in values if isinstance(value, str)}
     if not texts or not texts.issubset(NOT_FINITE):
         return values

@@ -1,4 +1,4 @@
-"""The status of a run at one moment, and what its near saves would give back; pure."""
+"""The status of a run at one moment, and the training that its near saves would recover; pure functions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class NewestNear:
 
 @dataclass(frozen=True)
 class Loss:
-    """Training since the checkpoint that would be restored, in seconds and about so many steps; None if unknown."""
+    """The training that a failure would lose: seconds, and about how many steps, since the checkpoint to restore."""
 
     sec: float | None
     steps: int | None
@@ -102,7 +102,7 @@ class Status:
 
     @property
     def key(self) -> object:
-        """Two looks with the same key need no second line of output."""
+        """A key of the printed facts; a status with the same key as the previous one is not printed again."""
         return (
             self.why_empty,
             self.last and (self.last.ckpt_id, self.last.time, self.last.n_links),
@@ -155,10 +155,10 @@ def status_of(
     overdue_sec: float | None = None,
     near_saves: Sequence[NearHere] | None = None,
 ) -> Status:
-    """Put together what one look at an output dir found.
+    """Return the status of a run from the files read in one look at its output dir.
 
     ``overdue_sec`` is the age of the newest checkpoint at which the next save counts as missed, None for the usual.
-    ``near_saves`` are those of this host that count, newest first; None if they are not looked at.
+    ``near_saves`` are the valid near saves of this host, newest first; None if near saves are ignored.
     """
     current = listing.current
     newest = current[-1] if current else None
@@ -208,7 +208,7 @@ def _last(checkpoint: Checkpoint, history: History, now: datetime) -> LastSave:
 def _attempts(
     intents: Iterable[Intent], writer: Claim | None, last: LastSave | None, failed: Iterable[Failure]
 ) -> list[Intent]:
-    """Return the owner's saves that may be under way: not failed, and not older than the newest checkpoint."""
+    """Return the owner's saves that may be running: not failed, and not older than the newest checkpoint."""
     ended = set[str]()
     for each in failed:
         with suppress(ValueError):  # a name that no checkpoint has

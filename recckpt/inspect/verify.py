@@ -60,17 +60,17 @@ def verify(
 ) -> list[Problem]:
     """Look for damage in a checkpoint and its chain, or in all checkpoints of an output dir.
 
-    A deep check reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against the
-    manifest, and for each table that its ids are where the catalogs say, that none occurs twice, and that its rows add
-    up, for a delta over its chain. Each link is read once, however many checkpoints need it. Files that the
-    manifest does not list are not read.
+    A deep check reads every byte: the checksums of all files, columns and Arrow frames, and ``INTENT`` against the
+    manifest. For each table it checks that the ids are where the catalogs say, that no id occurs twice, and that the
+    number of rows matches the manifest, for a delta over its chain. Each link is read once, however many checkpoints
+    need it. Files that the manifest does not list are not read.
 
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
         deep: False checks only the manifests and the sizes of the files.
-        threads: number of files to read at once; None for 8. Locally at most one a core.
-        executor: checks the parts, which hold the rows, one a task: processes here or in a cluster that reach
-            ``path`` by the same name. All other files are read here.
+        threads: number of files to read concurrently; None for 8. Locally at most one per core.
+        executor: checks the parts, which hold the rows, one part per task. Its processes, here or in a cluster, must
+            reach ``path`` by the same name. All other files are read in this process.
 
     Returns:
         All problems, not only the first, in the order of checkpoints and files; [] if there are none.
@@ -129,7 +129,7 @@ def verify_found(
     """Look for damage; arguments as in :func:`verify`.
 
     A checkpoint that is removed meanwhile has no report; CheckpointNotFoundError if none is left. The last reports of
-    an output dir are about damaged ownership files and attempts whose ``INTENT`` cannot be read.
+    an output dir are about damaged ownership files, and about attempts with an unreadable ``INTENT``.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
@@ -182,9 +182,9 @@ def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executo
 
 
 def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]], threads: int) -> Counter[str]:
-    """Count the rows after each link of the undamaged chains; ids are read once for all chains.
+    """Check the number of rows after each link of the undamaged chains; reads the ids once for all chains.
 
-    Returns how many ids each directory deletes though they were not there.
+    Returns, for each directory, the number of its deletes whose id no older link has.
     """
     absent = Counter[str]()
     whole = {look.directory: look for look in looks if look.manifest and not _has_bad_rows(look)}
@@ -223,9 +223,9 @@ def _links_of(
 
 
 def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> None:
-    """Report each checkpoint whose chain has a damaged link; call it when all other errors are known.
+    """Report each checkpoint whose chain has a damaged link; call this when all other errors are known.
 
-    Only a link's rows matter, and that all of its files exist.
+    A link counts as damaged only if its rows are damaged or one of its files is missing.
     """
     damaged = {look.directory for look in looks if _has_bad_rows(look)}
     for look in looks:
@@ -240,7 +240,7 @@ def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> 
 
 
 def _has_bad_rows(look: Checkup) -> bool:
-    """Say whether damage to a checkpoint affects the deltas based on it."""
+    """Return whether damage to a checkpoint affects the deltas based on it."""
     names = {error.path.removeprefix(f"{look.directory}/") for error in look.errors}
     return any(name in (layout.MANIFEST, layout.SPARSE_DIR) or layout.has_rows(name) for name in names)
 
@@ -276,7 +276,7 @@ def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
 
 
 def _may_have_manifest(storage: Storage, directory: str) -> bool:
-    """Say whether a directory has a manifest, or cannot be read and so must be reported."""
+    """Return whether a directory has a manifest, or cannot be read and therefore must be reported."""
     try:
         return has_manifest(storage, directory)
     except OSError:

@@ -39,7 +39,7 @@ Advance = Callable[[int], object]
 
 
 class Checkup:
-    """Checks manifest and sizes when made, the rest in steps, each of which needs all results of the one before.
+    """Checks manifest and sizes when created, and the rest in steps; each step needs all results of the step before.
 
     The steps: :meth:`check_files`, :meth:`part_tasks` with :meth:`take_parts`, :meth:`check_ids`; :func:`run_step` runs
     their jobs. ``manifest`` is None if it cannot be read. Checks a delta's own files, not its bases.
@@ -72,7 +72,7 @@ class Checkup:
 
     @property
     def record(self) -> Manifest:
-        """The manifest; only for steps, which need it."""
+        """The manifest, which is known in all steps."""
         assert self.manifest is not None
         return self.manifest
 
@@ -115,7 +115,7 @@ class Checkup:
                 yield VerifyTask(self._storage.url, self.directory, tables, part)
 
     def take_parts(self, checks: Iterable[PartCheck]) -> None:
-        """Take the results of the tasks; check that tables continue from part to part as the parts say."""
+        """Add the results of the tasks; check that each table continues across parts as the parts declare."""
         parts = {check.path: check for check in checks}
         for check in parts.values():
             self.errors += check.errors
@@ -124,7 +124,7 @@ class Checkup:
             self.errors += between_parts(parts[path] for path in paths if path in parts)
 
     def check_ids(self, _: Advance) -> Iterator[Job]:
-        """Check what only several files together show: that no id and no tensor chunk occurs twice."""
+        """Check across files that no id and no tensor chunk occurs twice."""
         if len(self._indexes) == len(self._indexed):
             yield partial(_read, self._path(layout.DENSE_DIR), self._check_tensors)
         for table in self.record.tables:
@@ -177,7 +177,7 @@ class Checkup:
         yield from check_twice(self._storage, path, check, list)
 
     def _check_indexed(self, number: int, advance: Advance) -> Errors:
-        """Check an index and the tensors it lists; if it is damaged, only the whole files' checksums."""
+        """Check an index and the tensors it lists; if the index is damaged, check only the checksums of whole files."""
         index = None
         try:
             index = read_index(self._storage, self.directory, self.record, number)

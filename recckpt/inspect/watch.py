@@ -1,4 +1,4 @@
-"""Looks at one output dir or a directory of them again and again, and reads only what is new."""
+"""Polls one output dir, or a directory of output dirs, and reads only new files at each look."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _THREADS = 8
 class ReadOnce(Manifests):
     """Reads each manifest and the sizes of its files once; ``recckpt verify`` finds later damage.
 
-    So a look lists no directory, which may hold many files of others.
+    So a look does not list checkpoint directories, which may hold many other files.
     """
 
     def directories(self, storage: Storage) -> list[str]:
         return attempt_dirs(storage)
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
-        """Return a manifest, and the files it lists as they were when it was new."""
+        """Return a manifest, and the state of its files when the manifest was first read."""
         path = layout.join(directory, layout.MANIFEST)
         try:
             stamp = Listed(0, str(storage.modified(path) or storage.size(path)))
@@ -63,9 +63,9 @@ class ReadOnce(Manifests):
 
 
 class Watcher:
-    """Looks at one output dir. Reads a manifest once, the timeline when it has grown. Not thread-safe.
+    """Polls one output dir. Reads each manifest once, and the timeline when it has grown. Not thread-safe.
 
-    ``overdue_sec`` is as for :func:`status_of`; without ``near``, near saves are not looked at.
+    ``overdue_sec`` is as for :func:`status_of`; without ``near``, near saves are ignored.
     """
 
     def __init__(self, storage: Storage, overdue_sec: float | None = None, near: Near | None = None) -> None:
@@ -117,7 +117,7 @@ class Watcher:
 
 
 def near_saves_of(storage: Storage, listing: Listing, near: Near | None) -> list[NearHere] | None:
-    """Return the near saves of this host that count, newest first; None if they are not looked at."""
+    """Return the valid near saves of this host, newest first; None if near saves are ignored."""
     try:
         return None if near is None else counting_here(storage, listing, near)
     except (CorruptCheckpointError, FormatVersionError):  # which is among the problems of the listing
@@ -168,9 +168,9 @@ class RunsStatus:
 
 
 class RunsWatcher:
-    """Looks at all output dirs in a directory, new ones too. Not thread-safe.
+    """Polls all output dirs in a directory, including new ones. Not thread-safe.
 
-    ``give_up_sec`` is when requests of a look are given up; None for the storage's own limit.
+    ``give_up_sec`` is the time limit for the requests of one look; None for the storage's own limit.
     """
 
     def __init__(self, storage: Storage, overdue_sec: float | None = None, give_up_sec: float | None = None) -> None:
@@ -178,7 +178,7 @@ class RunsWatcher:
         self._watchers: dict[str, Watcher] = {}
 
     def look(self) -> RunsStatus:
-        """Return the status of each run; one that fails hides no other. OSError if the directory cannot be listed."""
+        """Return the status of each run; an error of one run does not hide others. OSError if listing runs fails."""
         names = sorted(name for name in self._storage.list_dirs() if name != layout.OWN_DIR)
         known = run_all(self._watcher, names, self._storage.threads(_THREADS))
         self._watchers = {name: watcher for name, watcher in zip(names, known, strict=True) if watcher is not None}
@@ -204,6 +204,6 @@ class RunsWatcher:
 
 
 def is_output_dir(storage: Storage) -> bool:
-    """Say whether a writer has saved here, or a checkpoint was copied here."""
+    """Return whether a directory is an output dir: a writer has saved there, or a checkpoint was copied there."""
     directories = storage.list_dirs()
     return layout.OWN_DIR in directories or any(has_manifest(storage, directory) for directory in directories)

@@ -1,4 +1,4 @@
-"""The status of a run as people see it: names and values, or one line of a log; pure."""
+"""The status of a run as text: names and values, or one log line; pure functions."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ class LightningCallback(SavesRun, Callback):
     _rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Be the first callback, so that all others have been restored when ``fit`` begins for them."""
+        """Move this callback to the front, so that all other callbacks are restored before ``fit`` begins for them."""
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is not self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the newest checkpoint of the output dir, where there is one."""
+        """Restore the newest checkpoint of the output dir, if there is one."""
         if trainer.ckpt_path is not None:
             raise ValueError(
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and LightningCallback would both restore: leave ckpt_path "
@@ -87,7 +87,7 @@ class LightningCallback(SavesRun, Callback):
         trainer.callbacks = [*trainer.callbacks, SavesLast(trainer, manager)]  # a new list: Lightning walks the old one
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Bring the random generators back, after the loaders that begin have drawn from them; join the optimizers."""
+        """Restore the random generators after starting loaders have drawn from them; join the optimizers."""
         if self._rng:
             load_rng(self._rng)
             self._rng = NONE
@@ -98,7 +98,7 @@ class LightningCallback(SavesRun, Callback):
                 stepped._optimizer = _StepOfBoth(stepped.optimizer, self._sparse_optimizer)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Forget the gradients of tables where Lightning forgets the others: those of a skipped step, too."""
+        """Clear the gradients of tables when Lightning clears the other gradients, also after a skipped step."""
         if self._sparse_optimizer is not None:
             self._sparse_optimizer.zero_grad()
 
@@ -115,7 +115,7 @@ class LightningCallback(SavesRun, Callback):
             self.checkpoints.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save with ``save_on_exception``, and wait for the save that is under way; the exception is raised on."""
+        """Save if ``save_on_exception`` is set, and wait for the running save; the exception is raised afterwards."""
         last = next((callback for callback in trainer.callbacks if isinstance(callback, SavesLast)), None)
         _leave(trainer)
         problem = last.save_for(trainer, exception) if last is not None and self._saves_on_exception else None
@@ -130,15 +130,18 @@ class LightningCallback(SavesRun, Callback):
 
 
 def _leave(trainer: Trainer) -> None:
-    """Let the trainer be as it was before, for which callbacks that save would be a ``ModelCheckpoint``."""
+    """Remove from the trainer the callbacks and the loop method that this module added.
+
+    Lightning would treat a remaining ``SavesLast`` callback as a ``ModelCheckpoint``.
+    """
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, SavesLast)]
     vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
 
 
 class _StepOfBoth(JointOptimizer):
-    """Lightning's own optimizer and that of the tables, whose hyper-parameters it leaves alone.
+    """Steps Lightning's own optimizer and the tables' optimizer; ``param_groups`` has copies of the tables' groups.
 
-    Hooks such as ``optimizer_step`` that set the learning rate of all groups mean those of the module's optimizer.
+    So hooks such as ``optimizer_step`` that set the learning rate of all groups change only the module's optimizer.
     """
 
     @property
@@ -148,7 +151,7 @@ class _StepOfBoth(JointOptimizer):
 
 
 def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -> None:
-    """Refuse, or warn of, what would step tables at another moment than the rest, or by gradients of another scale."""
+    """Refuse, or warn of, setups whose tables step at another time, or by gradients of another scale, than the rest."""
     name, scaler = type(module).__name__, getattr(trainer.precision_plugin, "scaler", None)
     if not module.automatic_optimization:
         if scaler is not None and not any(isinstance(optimizer, JointOptimizer) for optimizer in trainer.optimizers):
@@ -178,9 +181,9 @@ _HYPER_PARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
 class TrainerState:
-    """What a checkpoint of Lightning holds beside weights, optimizers and schedulers; to be registered.
+    """The state in a Lightning checkpoint beside weights, optimizers and schedulers; registered with the manager.
 
-    It is taken and given back by Lightning's own code: the loops, the data module, the precision, the callbacks, and
+    Lightning's own code collects and restores this state: the loops, the data module, the precision, the callbacks, and
     what the module and callbacks add in ``on_save_checkpoint``.
     """
 
@@ -189,7 +192,7 @@ class TrainerState:
         self.is_between_epochs = False  # where the loops were that were loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it; collective where a callback or the strategy makes it so, as in Lightning."""
+        """Return the trainer's state; collective if a callback's or the strategy's state is collective in Lightning."""
         connector = _WithoutTables(self._trainer)
         checkpoint = connector.dump_checkpoint(weights_only=False)
         put_in_place = {k: v for k, v in checkpoint["state_dict"].items() if connector.weights.get(k) is not v}
@@ -214,7 +217,7 @@ class TrainerState:
         return {**checkpoint, **({"state_dict": put_in_place} if put_in_place else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give it to the parts that it is of; ``on_load_checkpoint`` finds the weights as they have been restored."""
+        """Load the state into the trainer's parts; ``on_load_checkpoint`` gets the restored weights."""
         trainer = self._trainer
         connector = _WithoutTables(trainer)
         weights = connector._get_lightning_module_state_dict()
@@ -236,7 +239,7 @@ class TrainerState:
 
 
 def _load_positions(loop: Any) -> None:
-    """Do it in the place of the method of the loop, once it has its loaders and before it makes iterators."""
+    """Restore the positions of a loop's loaders, before the loop makes iterators; replaces a method of the loop."""
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
     positions, states = _positions(loop), loop._combined_loader_states_to_load
@@ -251,10 +254,10 @@ def _positions(loop: Any) -> list[Any]:
 
 
 class SavesLast(Checkpoint):
-    """Counts steps and epochs where ``ModelCheckpoint`` saves: behind validation, and all that callbacks do there.
+    """Counts steps and epochs where ``ModelCheckpoint`` saves: after validation and after all callbacks of validation.
 
-    Lightning calls ``Checkpoint`` callbacks at the end of an epoch after the module and ``EarlyStopping``; it is to be
-    the last of them.
+    Lightning calls ``Checkpoint`` callbacks at the end of an epoch after the module and ``EarlyStopping``; this
+    callback must be the last of them.
     """
 
     def __init__(self, trainer: Trainer, manager: CheckpointManager) -> None:
@@ -264,7 +267,7 @@ class SavesLast(Checkpoint):
         self._has_stepped = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count a step, unless a validation or the end of the epoch follows, behind which it is counted."""
+        """Count a step, unless a validation or the end of the epoch follows; then the step is counted after that."""
         if trainer.global_step != self._stepped:
             self._stepped = trainer.global_step
             self._is_step_open = self._has_stepped = True
@@ -287,10 +290,10 @@ class SavesLast(Checkpoint):
             self._manager.save(metrics=numbers_in(trainer.callback_metrics))
 
     def save_for(self, trainer: Trainer, exception: BaseException) -> str | None:
-        """Save what has been trained when ``fit`` ends by an exception, and return why that is not saved, if it is not.
+        """Save the last step when an exception ends ``fit``; return why it was not saved, or None.
 
-        Without metrics, so that it is never the best. Several ranks save nothing: one that fails alone would wait for
-        the others.
+        The save has no metrics, so that it is never the best checkpoint. Several ranks save nothing, because a rank
+        that fails alone would wait for the others.
         """
         is_ahead = self._is_step_open or trainer.global_step != self._stepped  # of what the manager has counted
         if not (is_ahead or self._has_stepped):
@@ -321,7 +324,7 @@ class SavesLast(Checkpoint):
 
 
 class _WithoutTables(_CheckpointConnector):
-    """Lightning's own, which knows no file; tables, which are saved by themselves, are not among the weights."""
+    """Lightning's own connector, without a file; its weights exclude the tables, because recckpt saves these."""
 
     weights: dict[str, Tensor]
 
@@ -332,12 +335,12 @@ class _WithoutTables(_CheckpointConnector):
 
 
 def _is_epoch_over(trainer: Trainer) -> bool:
-    """Say whether the last batch was that of an epoch, so that loaders begin anew with the next one."""
+    """Return whether the last batch ended an epoch, so that loaders start again in the next epoch."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def _is_last_of_epoch(trainer: Trainer) -> bool:
-    """Say whether the end of an epoch follows the step: that of its batches, or of training."""
+    """Return whether an epoch ends after this step, because its batches or training end."""
     is_stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
     return bool(trainer.fit_loop.epoch_loop._is_training_done or is_stopped)
 
@@ -349,7 +352,7 @@ def _is_validation_next(trainer: Trainer) -> bool:
 
 
 def _undo_end_of_epoch(trainer: Trainer, fit: dict[str, Any]) -> None:
-    """Make the loops those within an epoch, which training has left, and which a longer run goes on with."""
+    """Set the loops back into the epoch that training has left, so that a longer run continues this epoch."""
     for count in fit["epoch_progress"].values():
         count["processed"] = count["completed"] = count["started"] - 1
     if _is_validation_next(trainer):  # a resume passes over it, and counts the step for the loggers once more

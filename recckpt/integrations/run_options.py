@@ -1,4 +1,4 @@
-"""The arguments of a callback, from which it makes the manager once the trainer has made the rest."""
+"""The arguments of a callback, and the manager made from them once the trainer has made model and optimizers."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ def _is_number(value: Any) -> bool:
 
 
 class SavesRun:
-    """What the callbacks of trainers are given, and the manager that they make of it.
+    """The options of a trainer callback, and the checkpoint manager built from them.
 
     Args:
         output_dir: where the checkpoints go.
-        save_interval: steps between them, or a policy.
-        sparse_optimizer: that of the tables, or a function that returns it, given the model; None for the one that has
-            been made for them.
+        save_interval: steps between checkpoints, or a policy.
+        sparse_optimizer: the optimizer of the tables, or a function that takes the model and returns it; None for the
+            optimizer that was already made for the model's tables.
         restore: arguments of :meth:`recckpt.CheckpointManager.restore`, such as ``{"hyper_parameters": "keep"}``.
-        save_on_exception: save the step at which training ends by an exception, marked as ``emergency`` in its state;
-            for trainers of one rank that tell callbacks of exceptions, as Lightning's.
-        max_keep: as of :meth:`recckpt.CheckpointManager.attach`, with its defaults; so are all others.
+        save_on_exception: save the step at which an exception ends training, marked as ``emergency`` in its state.
+            Works on one rank, with trainers that report exceptions to callbacks, such as Lightning's.
+        max_keep: as for :meth:`recckpt.CheckpointManager.attach`, with the same default; so are all other arguments.
 
     Attributes:
         checkpoints: the manager, from the beginning of training on.
 
     Raises:
-        ValueError: ``save_on_exception`` is not a bool, or the trainer tells callbacks of no exception.
+        ValueError: ``save_on_exception`` is not a bool, or the trainer does not report exceptions to callbacks.
     """
 
     checkpoints: CheckpointManager
@@ -125,6 +125,6 @@ class SavesRun:
     def _manager_of(
         self, model: nn.Module, optimizers: Mapping[str, Optimizer | None], schedulers: Mapping[str, Any]
     ) -> CheckpointManager:
-        """Return a manager of a model and all that trains it; the trainer's own state has its loaders."""
+        """Return a manager of a model, its optimizers and schedulers; the trainer's own state includes its loaders."""
         present = {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
         return self._attach(model, present, schedulers=schedulers, loader=())

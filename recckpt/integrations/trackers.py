@@ -1,7 +1,7 @@
 """Logs of saves for experiment trackers: functions for ``Saver(on_save=...)``.
 
-Each takes the tracker's own object, so no tracker is imported here. Background saves are logged by the saving thread,
-at the step that was saved, not the one that training has reached.
+Each function takes the tracker's own object, so this module imports no tracker. Background saves are logged by the
+saving thread, at the step that was saved, not the one that training has reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def numbers(info: SaveInfo) -> dict[str, float]:
 
 
 def to_tensorboard(writer: Any) -> Log:
-    """Log saves to a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``."""
+    """Log saves to a ``torch.utils.tensorboard.SummaryWriter``, or to another object with its ``add_scalar``."""
 
     def log(info: SaveInfo) -> None:
         for name, value in numbers(info).items():
@@ -43,7 +43,8 @@ def to_mlflow(client: Any, run_id: str) -> Log:
     """Log saves to a run of MLflow.
 
     Args:
-        client: a ``mlflow.MlflowClient``; the active run of ``mlflow`` belongs to one thread, and saves to another.
+        client: a ``mlflow.MlflowClient``, because the active run of ``mlflow`` belongs to one thread, and saves run in
+            another.
         run_id: such as ``mlflow.active_run().info.run_id``.
     """
 
@@ -55,7 +56,7 @@ def to_mlflow(client: Any, run_id: str) -> Log:
 
 
 def to_wandb(run: Any) -> Log:
-    """Log saves to a run of Weights & Biases, over ``recckpt/step``: what it gets for a past step, it drops."""
+    """Log saves to a run of Weights & Biases, over ``recckpt/step``, because W&B drops values for past steps."""
     run.define_metric(f"{_PREFIX}*", step_metric=f"{_PREFIX}step")
 
     def log(info: SaveInfo) -> None:

@@ -41,10 +41,11 @@ _OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # an attribute of its arguments wh
 
 
 class TransformersCallback(SavesRun, TrainerCallback):
-    """Saves the model of a ``Trainer`` and all it needs to resume, and steps the optimizer of its tables.
+    """Saves a ``Trainer``'s model and all state needed to resume, and steps the optimizer of the tables.
 
-    The tables step right after the trainer's own optimizer, unless that skips a step. Gradients are clipped
-    here, by the norm of all of them: ``args.max_grad_norm`` is infinite meanwhile, so that the trainer clips nothing.
+    The tables' optimizer steps right after the trainer's own optimizer, unless that skips a step. This callback clips
+    the gradients of model and tables by their joint norm, and sets ``args.max_grad_norm`` to infinity during training,
+    so that the trainer clips nothing.
 
     The trainer's own checkpoints must be off, ``save_strategy="no"``: they cannot hold tables. To resume::
 
@@ -187,7 +188,7 @@ class TransformersCallback(SavesRun, TrainerCallback):
 
 
 class _TablesBeside:
-    """Steps the tables' optimizer after the trainer's own, with gradients of one scale and norm."""
+    """Steps the tables' optimizer after the trainer's own, with gradients of the same scale and joint norm."""
 
     def __init__(self, dense: Optimizer, scaler: GradScaler | None, sparse: SparseOptimizer, max_norm: float) -> None:
         self.sparse = sparse
@@ -210,7 +211,7 @@ class _TablesBeside:
 
 
 def _clip_in_place_of(args: Any) -> float:
-    """Let the trainer clip by an infinite norm, and return its own limit."""
+    """Set the trainer's clipping limit to infinity, and return the previous limit."""
     # After an exception on_train_end does not come: what is set aside already counts, unless another limit was set.
     if args.max_grad_norm != math.inf:
         setattr(args, _OWN_LIMIT, args.max_grad_norm)
@@ -220,7 +221,7 @@ def _clip_in_place_of(args: Any) -> float:
 
 
 def _check(optimizer: Any, sparse: SparseOptimizer) -> None:
-    """Refuse what would step tables at another time than the rest."""
+    """Refuse setups that would step tables at another time than the other parameters."""
     if type(optimizer) is not AcceleratedOptimizer or not isinstance(optimizer.optimizer, Optimizer):
         raise ValueError(
             f"found {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that steps "
@@ -241,7 +242,7 @@ class StateOfTrainer:
         self.loaded: dict[str, Any] = {}
 
     def follow(self, state: TrainerState, trainer: Any) -> None:
-        """Take it from a trainer's state from now on; ``trainer`` is None if only the state is known."""
+        """Read the state from a trainer from now on; ``trainer`` is None if only its state is known."""
         self._now, self._trainer = state, trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,8 +264,8 @@ class StateOfTrainer:
 class StepCounter:
     """Counts a step or epoch where the trainer would save: after it was logged and evaluated by all callbacks.
 
-    No event marks that moment, so it is counted at the next event, before other callbacks. The next step's data may
-    have been read by then: saved random generators are those of before.
+    No event marks that moment, so the step is counted at the next event, before other callbacks. The next step's data
+    may have been read by then, so the random generators are saved as they were before that.
     """
 
     def __init__(self, manager: CheckpointManager) -> None:

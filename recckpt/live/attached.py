@@ -1,4 +1,4 @@
-"""A live table as it is found in a model, as a saver attaches it, and as a load fills it."""
+"""A live table in three roles: as found in a model, as attached by a saver, and as the target of a load."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LiveTarget(LoadTarget):
         """Do nothing: a live table always has all its rows."""
 
     def finish(self, *, drops: bool = False) -> int:
-        """Notify the owner, and look anew, so that the load is not taken for an unannounced change."""
+        """Notify the owner, and record the present versions: the load must not count as an unannounced change."""
         self._attached.rows.wait()
         self._attached.live.finish({}, {})
         self._attached.look()
@@ -130,10 +130,10 @@ class LiveTarget(LoadTarget):
 class AttachedTable:
     """A live table whose changes are announced as long as this is referenced and not closed.
 
-    ``rows`` are its rows by number. ``is_by_id`` says whether rows belong to ids that come and go, instead of being
-    numbered and always present. ``target_type`` is what fills it in a load. ``most_ids`` is the number of ids that fit
-    on all ranks, None if ids without room are dropped. ``says_what_changes`` and ``audit`` are as for
-    :class:`LiveStore`.
+    ``rows`` is the store of the rows. ``is_by_id`` says whether ids are added and evicted; otherwise all rows are
+    always present and the row index is the id. ``target_type`` is the class that fills the table in a load.
+    ``most_ids`` is the number of ids that fit on all ranks, None if ids without room are dropped. ``says_what_changes``
+    and ``audit`` are as for :class:`LiveStore`.
     """
 
     is_by_id: ClassVar[bool] = False
@@ -155,7 +155,7 @@ class AttachedTable:
         return self.rows
 
     def close(self) -> None:
-        """Stop the announcements; the table cannot be saved or loaded any more."""
+        """Stop the announcements; the table can no longer be saved or loaded."""
         if not self._is_closed:
             self._is_closed = True
             self._detach()
@@ -163,7 +163,7 @@ class AttachedTable:
     def prepare(self) -> None:
         """Bring the memory up to date before it is read or written, in the thread that calls the saver.
 
-        LiveTableError if this is closed, or the table cannot be read now.
+        LiveTableError if this object is closed, or the table cannot be read now.
         """
         if self._is_closed:
             raise LiveTableError(
@@ -173,12 +173,12 @@ class AttachedTable:
         self.live.prepare()
 
     def look(self) -> None:
-        """If something wrote without announcing it, mark all rows as changed and fail snapshots."""
+        """Check for unannounced writes; if there were any, mark all rows as changed and fail open snapshots."""
         if isinstance(self.live, WatchedTable):
             self.live.look()
 
     def source(self, rows: Snapshot) -> TableSource:
-        """Return what a save writes of the snapshot that it has taken."""
+        """Return the source of rows that a save writes, made from the snapshot that the save has taken."""
         return rows
 
     @property
@@ -203,7 +203,7 @@ class AttachedTable:
         return self.store.ids.to_tensor(len(self))
 
     def has_all_of(self, n_rows: int) -> bool:
-        """Say whether loading a checkpoint of so many rows leaves no row of the table unchanged."""
+        """Return whether loading a checkpoint of ``n_rows`` rows replaces every row of the table."""
         return n_rows == self.live.n_rows
 
     def embeddings(self) -> Tensor:
@@ -221,7 +221,7 @@ class AttachedTable:
         self.rows.write(ids.numpy() - self.rows.box.rows[0], values)
 
     def clear(self) -> None:
-        """Refuse: the owner decides how many rows there are."""
+        """Raise LiveTableError, because the owner of the table decides how many rows it has."""
         raise LiveTableError(f"table {self.name!r}: its rows are not recckpt's to drop; load into it instead")
 
 
@@ -259,7 +259,7 @@ class Candidate:
 
 
 def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
-    """Return the tables with the marks asked for; TypeError or ValueError for unknown marks or tables."""
+    """Return the tables with the requested ``marks``; TypeError or ValueError for unknown marks or tables."""
     if not isinstance(marks, str | Mapping):
         expected = f"'auto' or {FINGERPRINTS!r}, or a dict, name of a table -> one of them"
         raise TypeError(f"marks must be {expected}, found {marks!r:.200}")

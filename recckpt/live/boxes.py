@@ -73,7 +73,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's address, and how often it was written in place: a DTensor and its part count apart."""
+    """Return a tensor's address and its count of in-place writes, which for a DTensor includes its part's count."""
     local = local_of(tensor)
     return local.data_ptr(), local._version + (0 if local is tensor else tensor._version)
 
@@ -97,7 +97,7 @@ class RankPart:
         return self.rows[0] < self.rows[1]
 
     def kind_of(self, slot: SlotSpec) -> str:
-        """Return a slot as text that is equal for all parts of a table."""
+        """Return a description of a slot that is equal for all parts of a table."""
         if self.columns is None or slot.shape != (self.columns[1] - self.columns[0],):
             return f"{slot.name} {slot.kind}"
         return f"{slot.name} {slot.dtype}[its columns of {self.width}]"
@@ -110,7 +110,7 @@ def column_ranges(parts: Sequence[RankPart]) -> tuple[tuple[int, int], ...]:
 
 
 def problem_of(parts: Sequence[RankPart]) -> str | None:
-    """Return why the ranks' parts do not make up a table; None if they do."""
+    """Return why the ranks' parts do not form a complete table; None if they do."""
     sizes = sorted({part.n_rows for part in parts})
     if len(sizes) > 1:
         return f"found {' and '.join(map(str, sizes))} rows, expected as many on all ranks"
@@ -143,7 +143,7 @@ def _problem_of_rows(parts: Sequence[RankPart]) -> str | None:
 
 
 def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
-    """Return which columns are missing or repeated, or divided differently from other rows."""
+    """Return the problem of the columns: missing, repeated, or divided differently from other rows; None if fine."""
     by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for part in parts:
         if part.has_rows and part.columns is not None:
@@ -159,7 +159,7 @@ def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
 
 
 class AbsentTable:
-    """A live table without rows on this rank; ``there`` is what another rank has of it."""
+    """A live table without rows on this rank; ``there`` is the part of a rank that has rows."""
 
     def __init__(self, name: str, there: RankPart, box: Box) -> None:
         self.name, self.n_rows, self.reason, self._box = name, there.n_rows, there.why, box
@@ -191,21 +191,21 @@ class AbsentTable:
 
 
 def whole_spec(spec: SlotSpec, box: Box) -> SlotSpec:
-    """Return a slot as whole rows have it: all ranks' columns, or one value a range of columns."""
+    """Return a slot of whole rows: the columns of all ranks, or one value per column range."""
     if not box.columns:
         return spec
     return replace(spec, shape=(box.columns[-1][1],) if spec.shape else (len(box.columns),))
 
 
 def place_in_row(spec: SlotSpec, box: Box, part: int) -> tuple[int, int]:
-    """Return the bytes [begin, end) of a whole row's value that a part has."""
+    """Return the byte range [begin, end) that one part fills in a whole row's value."""
     begin, end = box.columns[part] if spec.shape else (part, part + 1)
     n_bytes = whole_spec(spec, box).row_bytes // whole_spec(spec, box).shape[0]
     return begin * n_bytes, end * n_bytes
 
 
 def misfit_of(spec: SlotSpec, box: Box) -> str | None:
-    """Return what a slot of a part should be; None if it is that."""
+    """Return the expected shape of a part's slot as text; None if the slot has this shape."""
     if not box.columns:
         return None
     begin, end = box.columns[box.part]
@@ -216,6 +216,6 @@ def misfit_of(spec: SlotSpec, box: Box) -> str | None:
 
 
 def layout_of(n_rows: int, specs: Iterable[SlotSpec], box: Box) -> LiveLayout:
-    """Return the table's layout for a manifest, with its column ranges if a slot has a value for each."""
+    """Return the table's layout for a manifest; it includes the column ranges if a slot has one value per range."""
     has_values_of_ranges = any(not spec.shape for spec in specs)
     return LiveLayout(n_rows, box.columns if has_values_of_ranges else ())

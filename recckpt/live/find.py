@@ -1,4 +1,4 @@
-"""Finds the live tables of a model: their names, and the optimizers that train them; finders add other libraries."""
+"""Finds the live tables of a model, their names and their optimizers; finders add tables of other libraries."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _problems(
     known: Collection[str],
     exclude: Collection[str],
 ) -> Iterator[str]:
-    """Yield what is wrong: unknown paths, tables of one tensor torn apart, and names given twice.
+    """Yield problems: unknown paths, tables of one tensor of which only some are excluded, and names given twice.
 
     ``unknown`` has the unknown paths by argument.
     """
@@ -135,7 +135,7 @@ def _problems(
 
 
 def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
-    """Yield torch's embeddings; several modules with one tied weight are one candidate."""
+    """Yield torch's embeddings; several modules that share one weight are one candidate."""
     keys, modules = defaultdict[int, list[str]](list), defaultdict[int, list[nn.Module]](list)  # by id of a parameter
     for key, parameter in parameters_of(model):
         keys[id(parameter)].append(key)

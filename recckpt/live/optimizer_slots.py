@@ -1,4 +1,4 @@
-"""The slots that hold what torch's optimizers keep for each row of an embedding."""
+"""The slots that hold the per-row states of torch's optimizers for embeddings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECAY = ("weight_decay", "decoupled_weight_decay")  # settings that are another 
 
 
 def key_of(kind: str, slot: str) -> str | None:
-    """Return the optimizer's own key for a slot, also for an akin class; None for slots of other optimizers."""
+    """Return the optimizer's own key for a slot of its class or of an akin class; None for other slots."""
     for prefix in (f"{PREFIXES[each]}_" for each in (kind, _AKIN.get(kind, "")) if each in PREFIXES):
         if slot.startswith(prefix):
             short = slot.removeprefix(prefix)
@@ -49,5 +49,5 @@ def common_slot(slot: str) -> str:
 
 
 def are_own(kind: str, slots: Iterable[str]) -> bool:
-    """Say whether all slots are those of this class, not of an akin one."""
+    """Return whether all slots belong to this class, not to an akin class."""
     return all(slot.startswith(f"{PREFIXES[kind]}_") for slot in slots)

@@ -1,4 +1,4 @@
-"""The rows of a live table as a store, as :class:`recckpt.sparse.table.row_store.RowStore` is for own tables."""
+"""The rows of a live table as a store, the counterpart of :class:`recckpt.sparse.table.row_store.RowStore`."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class RowRange:
 
 
 class LiveStore(Store):
-    """The rows of a live table that this rank saves, in their owner's memory; and the door of its adapter.
+    """The rows of a live table that this rank saves, in their owner's memory; also the door of the table's adapter.
 
     Thread-safe. The door's methods are called by the threads that train, and never raise.
 
     ``is_announced``: whether all changes of rows are announced; if not, each snapshot is a copy. ``says_what_changes``:
-    whether it is announced which rows change; if not, fingerprints find them. ``audit``: fingerprints check every
+    whether announcements name the changed rows; if not, fingerprints find them. ``audit``: fingerprints check every
     ``audit``-th save, 0 for never. ``box`` is this rank's part of the table: each replica saves a share of it, and a
     load fills all of it. ``lock`` is held while rows are announced and snapshots are taken.
     """
@@ -96,7 +96,7 @@ class LiveStore(Store):
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The same with only the rows that this rank saves; all of the box for tables divided by columns."""
+        """As ``columns``, but only with the rows that this rank saves; all rows of the box if divided by columns."""
         return self._columns(self._begin, len(self))
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
@@ -121,7 +121,7 @@ class LiveStore(Store):
             return self._observers.snapshot(name, len(self), self._ids, columns, slots)
 
     def distrust(self) -> None:
-        """Assume from now on that rows change unannounced: each snapshot is a copy."""
+        """Assume from now on that rows change without announcements, so each snapshot is a copy."""
         super().distrust()
         self._is_distrusted = True
 
@@ -130,7 +130,7 @@ class LiveStore(Store):
             self._observers.track(marks)
 
     def mark_noted(self) -> None:
-        """Mark the rows noted on a device; waits for the device."""
+        """Mark as changed the rows that were noted on a device; waits for the device."""
         with self.lock:
             self._observers.mark(self._noted.take(), len(self))
 
@@ -149,7 +149,7 @@ class LiveStore(Store):
                 columns[name].scatter(rows, tensor)
 
     def announce(self, rows: Tensor) -> None:
-        """Make snapshots copy, and marks record, rows of the box that are about to change."""
+        """Let snapshots copy the rows of the box that are about to change, and mark these rows as changed."""
         try:
             if self._is_captured():
                 return
@@ -168,7 +168,7 @@ class LiveStore(Store):
             self.failed(error)
 
     def announce_all(self) -> None:
-        """Make snapshots copy all rows not yet written, and mark all rows as changed."""
+        """Let snapshots copy all rows that they have not yet written, and mark all rows as changed."""
         try:
             if self._is_captured():
                 return
@@ -201,14 +201,14 @@ class LiveStore(Store):
         self._failure = error
 
     def _is_captured(self) -> bool:
-        """Say whether a change was captured in a CUDA graph, where rows cannot be copied; saves then fail."""
+        """Return whether a change was captured in a CUDA graph, where rows cannot be copied; later saves fail then."""
         if is_capturing():
             self._is_in_graph = True
             self.replaced()
         return self._is_in_graph
 
     def _noted_columns(self) -> Mapping[str, Column]:
-        """Return the present columns; if their memory is another than before, mark all rows as changed."""
+        """Return the present columns; if their memory differs from before, mark all rows as changed."""
         columns = self.saved_columns
         memory = {}
         for slot, column in columns.items():
@@ -221,7 +221,7 @@ class LiveStore(Store):
         return columns
 
     def _own(self, rows: Int64s) -> Int64s:
-        """Return those rows of the box that this rank saves, relative to the first of them."""
+        """Return the rows that this rank saves among ``rows``, relative to the first row that it saves."""
         own = rows - self._begin
         return own[(own >= 0) & (own < len(self))]
 

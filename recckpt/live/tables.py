@@ -1,4 +1,4 @@
-"""The live tables of a model, attached once: what a saver takes as ``tables=``."""
+"""The live tables of a model, attached once: the ``tables=`` argument of a saver."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_options(
 
 
 class LiveTables(Mapping[str, AttachedTable]):
-    """The live tables of a model by name; ``print`` shows how each is saved, and why not in a better way.
+    """The live tables of a model by name; ``print`` shows how each is saved, and why a faster way is not possible.
 
     Made by :func:`recckpt.live.live_tables`.
 
@@ -104,7 +104,7 @@ class LiveTables(Mapping[str, AttachedTable]):
 
         Raises:
             ValueError: a live table has the name of another table.
-            LiveTableError: the model's weights were replaced since, as by resizing its vocabulary.
+            LiveTableError: the model's weights were replaced afterwards, such as by resizing its vocabulary.
         """
         other = []
         for name, entry in self._found.items():
@@ -125,7 +125,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         return {**tables, **self}, left
 
     def load_dense(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Internal: load the dense state of the model; sharded collections that have some of the tables keep these."""
+        """Internal: load the dense state of the model; sharded collections keep the values of their live tables."""
         collections = defaultdict[nn.Module, set[str]](set)
         load: Callable[[nn.Module, Mapping[str, Tensor]], object] = load_dense
         for table in self._found.values():
@@ -137,11 +137,11 @@ class LiveTables(Mapping[str, AttachedTable]):
         load(model, state)
 
     def tensors_of(self, name: str) -> tuple[str, ...]:
-        """Internal: return what a table is called in a checkpoint without live tables, where it is dense."""
+        """Internal: return the names of a table's tensors in a checkpoint that has the table as dense state."""
         return self._found[name].tensors
 
     def share_settings(self) -> None:
-        """Internal: tell ranks without rows of a table what others know of its optimizer. Collective, if there are any.
+        """Internal: send a table's optimizer settings to ranks without rows of it. Collective if there are such ranks.
 
         Raises:
             RankLostError: a rank is missing.
@@ -155,11 +155,11 @@ class LiveTables(Mapping[str, AttachedTable]):
                 table.live.finish(*next(known[name] for known in of_ranks if name in known))
 
     def has_key(self, name: str) -> bool:
-        """Internal: say whether a key, with or without the prefix of an optimizer, is a weight of a live table."""
+        """Internal: return whether a key, with or without an optimizer's prefix, is a weight of a live table."""
         return name in self._keys or any(name.endswith(f".{key}") for key in self._keys)
 
     def is_live(self, parameter: Tensor, optimizer: Optimizer) -> bool:
-        """Internal: say whether what an optimizer keeps of a parameter is saved with the rows of a live table."""
+        """Internal: return whether an optimizer's state of a parameter is saved with the rows of a live table."""
         for entry in self._found.values():
             if any(parameter is weight for weight in entry.weights()):
                 is_trained = entry.is_announced if entry.optimizer is None else updater(optimizer) is entry.optimizer
@@ -182,10 +182,10 @@ class LiveTables(Mapping[str, AttachedTable]):
             del _made[id(model)]
 
     def check_open(self) -> None:
-        """Internal: refuse tables that are closed.
+        """Internal: raise an error if the tables are closed.
 
         Raises:
-            LiveTableError: they are.
+            LiveTableError: the tables are closed.
         """
         if self._is_closed:
             raise LiveTableError(
@@ -194,10 +194,10 @@ class LiveTables(Mapping[str, AttachedTable]):
             )
 
     def check_same(self, tables: Sequence[FoundTable]) -> None:
-        """Internal: refuse tables that are others than these.
+        """Internal: raise an error if ``tables`` are not these tables.
 
         Raises:
-            LiveTableError: they are.
+            LiveTableError: the tables differ.
         """
         before, now = (
             {
@@ -244,7 +244,7 @@ class LiveTableOptions(TypedDict, total=False):  # arguments of live_tables
 def attached_once(
     model: nn.Module, tables: Sequence[FoundTable], left: Mapping[str, str], ranks: Ranks, **options: Any
 ) -> LiveTables:
-    """Return the live tables that a model already has, else new ones; LiveTableError if those are others."""
+    """Return the live tables that a model already has, else new tables; LiveTableError if the former differ."""
     made = _made.get(id(model))
     if made is not None and made.model is model:
         made.check_same(tables)
@@ -273,9 +273,9 @@ NO_TABLES = LiveTables(None, (), {})
 
 
 class RowOptimizers:
-    """What is saved beside the rows of all tables: optimizer steps by table, and settings.
+    """The optimizer state saved beside the rows of all tables: steps by table, and settings.
 
-    ``sparse_optim`` is the optimizer of own tables, None without one; each live table is a group of its own.
+    ``sparse_optim`` is the optimizer of recckpt's own tables, or None; each live table is a separate group.
     """
 
     def __init__(self, sparse_optim: Optimizer | None, tables: LiveTables) -> None:
@@ -302,7 +302,7 @@ class RowOptimizers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each optimizer its part of a saved state; a live table without a saved step begins at 0."""
+        """Load each optimizer's part of a saved state; a live table without a saved step starts at step 0."""
         groups = state["param_groups"]
         if self._sparse_optim is not None:
             ours = [group for group in groups if not {*group["tables"]} <= self._tables.keys()]
@@ -341,5 +341,5 @@ class RowOptimizers:
 
 
 def row_optimizers(sparse_optim: Optimizer | None, tables: LiveTables) -> Optimizer | RowOptimizers | None:
-    """Return what holds the optimizer state of all rows; the sparse optimizer itself without live tables."""
+    """Return an object with the optimizer state of all tables; without live tables, the sparse optimizer itself."""
     return RowOptimizers(sparse_optim, tables) if tables else sparse_optim

@@ -1,4 +1,4 @@
-"""Embeddings of torch, DTensors too, as live tables with a torch optimizer; hooks notice their writes."""
+"""Embeddings of torch, DTensors included, as live tables with a torch optimizer; hooks announce their changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the
 class TorchAnnouncer:
     """The hooks of one table; they never raise, and keep neither table nor optimizer alive.
 
-    A copy, as in a deep copy or a pickle of the model, does nothing.
+    A copy of this object, such as in a deep copy or a pickle of the model, does nothing.
     """
 
     def __init__(self, table: TorchEmbedding | None = None, door: WeakDoor | None = None) -> None:
@@ -60,7 +60,10 @@ class TorchAnnouncer:
 
     @outside_graphs
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Announce the rows that have a gradient; with a closure, after it has computed it."""
+        """Announce the rows that have a gradient.
+
+        If the step gets a closure, do so after the closure has computed the gradients.
+        """
         hooks: Any = optimizer._optimizer_step_post_hooks
         # What comes after a step may write; then the hook of this table is to be the last of them. A hook that is added
         # changes one of these two: each has a new number.
@@ -97,17 +100,17 @@ class TorchAnnouncer:
 
     @outside_graphs
     def after_write(self, *args: Any) -> None:
-        """Take what was written for announced."""
+        """End the announced write."""
         self.guard.end()
 
     def _are_ours(self, hooks: Mapping[int, Any], *, since: bool = False) -> bool:
-        """Say whether only recckpt's hooks come before this table's, or with ``since`` after it."""
+        """Return whether all hooks before this table's hook are recckpt's; with ``since``, all hooks from it on."""
         owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
         place = next((number for number, owner in enumerate(owners) if owner is self), 0)
         return all(isinstance(owner, TorchAnnouncer) for owner in (owners[place:] if since else owners[:place]))
 
     def _announce_step(self, *, is_final: bool) -> None:
-        """Announce what a step changes, by the gradient if it ``is_final``."""
+        """Announce the rows that a step changes: rows with a gradient if the gradient ``is_final``, else all rows."""
         with self._known_write():
             table = self._table()
             grad = table.weight.grad if table is not None else None
@@ -125,7 +128,7 @@ class TorchAnnouncer:
 
     @contextmanager
     def _known_write(self) -> Iterator[None]:
-        """Announce, in the block, the write that follows it; an error in it fails the next save."""
+        """The block announces the write that follows the block; an error in the block fails the next save."""
         try:
             self.guard.begin()
             yield
@@ -170,7 +173,7 @@ class TorchEmbedding:
 
     @property
     def reason(self) -> str | None:
-        """Why rows without a gradient may change; None if they do not."""
+        """Why a step may change rows without a gradient; None if it does not."""
         group = self._group
         return (self._rule.reason(group) or self._reason_of_load) if self._rule and group else None
 
@@ -204,7 +207,7 @@ class TorchEmbedding:
         return {EMBEDDING: self.weight, **{slot: value for slot, value in states.items() if isinstance(value, Tensor)}}
 
     def other_slots(self) -> Mapping[str, SlotSpec]:
-        """Return the slots it gets once a load sets optimizer settings that need them."""
+        """Return the slots that the table gets if a load sets optimizer settings that need them."""
         if self._rule is None:
             return {}
         slots = (slot_of(self._rule.prefix, key) for key in self._rule.others)
@@ -225,7 +228,7 @@ class TorchEmbedding:
         return {key: value for key, value in self._group.items() if key != "params"} if self._optimizer else {}
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Take over the steps, and the settings that the weight's group has."""
+        """Set the step count, and those settings that the parameter group of the weight has."""
         if self._optimizer is None:
             return
         if "step" in scalars:

@@ -1,6 +1,6 @@
-"""torch's optimizers whose states become slots of live tables: who trains a weight, and which rows a step changes.
+"""Rules for torch's optimizers with states that become slots of live tables: which rows a step changes.
 
-A rule may only say that rows without a gradient stay unchanged if that follows bit for bit from its arithmetic.
+A rule may declare that rows without a gradient stay unchanged only if its arithmetic keeps every bit of these rows.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rule_of(optimizer: Optimizer) -> TorchRule | None:
 
 
 def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: TorchRule) -> None:
-    """Give a parameter the state that its first step would make, so that its slots exist from the start."""
+    """Create the state that the parameter's first step would create, so that its slots exist from the start."""
     keys = rule.keys(group)
     if not keys:  # SGD without momentum: optimizer.state would get an empty entry
         return
@@ -114,7 +114,7 @@ def set_step(optimizer: Optimizer, parameter: Tensor, step: int) -> None:
 
 
 def optimizers_in(optimizers: Iterable[Optimizer], model: nn.Module) -> list[Optimizer]:
-    """Return all torch optimizers among these, and those that a model steps in its backward pass."""
+    """Return all torch optimizers among these, and the optimizers that a model steps in its backward pass."""
     in_backward = (one for parameter in model.parameters() for one in getattr(parameter, "_in_backward_optimizers", ()))
     inner = [one for outer in (*optimizers, *in_backward) for one in _inner(outer)]
     return list({id(one): one for one in inner}.values())

@@ -1,4 +1,4 @@
-"""How writes to a live table are noticed: by hooks, by torch's version counters, by rows noted on a device."""
+"""Detects writes to a live table: by hooks, by torch's version counters, and by marks of rows on a device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Int64s = npt.NDArray[np.int64]
 
 
 def is_capturing() -> bool:
-    """Say whether this thread's work on the device is captured in a CUDA graph, so it must not wait."""
+    """Return whether this thread's work on the device is being captured in a CUDA graph, so that it must not wait."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def runs_apart(tensor: Tensor) -> bool:
-    """Say whether a tensor's work is queued on a device, so that reading it here would wait."""
+    """Return whether a tensor's work is queued on a device, so that reading the tensor would wait."""
     return tensor.is_cuda
 
 
@@ -54,9 +54,9 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class WeakDoor:
-    """A door for hooks that modules and optimizers keep: forwards to those of its doors that still exist.
+    """A door for hooks that modules and optimizers hold: forwards to each of its doors that still exists.
 
-    A copy of it, as in a deep copy or a pickle of a model, forwards to none.
+    A copy, such as in a deep copy or a pickle of a model, forwards to no door.
     """
 
     def __init__(self, *doors: Door) -> None:
@@ -76,7 +76,7 @@ class WeakDoor:
             door.replaced()
 
     def failed(self, error: Exception) -> None:
-        """Fail the first door, which fails the next save; the others mark all rows as changed."""
+        """Report the error to the first door, so that the next save fails; the other doors mark all rows as changed."""
         for number, door in enumerate(self.open):
             if number:
                 door.replaced()
@@ -97,8 +97,9 @@ class WeakDoor:
 class WriteGuard:
     """Finds unannounced writes by torch's version counters, which count each change in place. Thread-safe.
 
-    Writes past autograd are not counted: ``weight.data.mul_(2)``, steps of fused optimizers, and ``foreach`` steps of a
-    DTensor. Steps of the table's own optimizer are announced anyway; for others see docs/your-tables.md.
+    Writes that bypass autograd are not counted: ``weight.data.mul_(2)``, steps of fused optimizers, and ``foreach``
+    steps of a DTensor. Steps of the table's own optimizer are announced by hooks; for other writes see
+    docs/your-tables.md.
 
     ``tensors`` returns the present tensors; ``on_unseen`` is called if they were written to.
     """
@@ -110,18 +111,18 @@ class WriteGuard:
         self._versions = self._now()
 
     def begin(self) -> None:
-        """Look once more before an announced write; an unfinished one was ended by an exception."""
+        """Check for unannounced writes before an announced write begins; treat an unfinished write as ended."""
         with self._lock:
             self.settle()
             self._is_writing = True
 
     def end(self) -> None:
-        """Take what is there after that write for known."""
+        """End the announced write: later checks compare with the present versions."""
         with self._lock:
             self._is_writing, self._versions = False, self._now()
 
     def look(self) -> None:
-        """Call ``on_unseen`` if something wrote since the last look; not during an announced write."""
+        """Call ``on_unseen`` if something wrote since the last check; not during an announced write."""
         with self._lock:
             if self._is_writing:
                 return
@@ -132,9 +133,9 @@ class WriteGuard:
                 self._on_unseen()
 
     def settle(self) -> None:
-        """Look in the thread that trains: an unfinished write was ended by an exception.
+        """Check from the thread that trains; an announced write that has not ended was ended by an exception.
 
-        Its own changes look like later ones, so they count as unannounced.
+        Nothing separates the changes of that write from later changes, so they count as unannounced.
         """
         with self._lock:
             self._is_writing = False
@@ -145,10 +146,10 @@ class WriteGuard:
 
 
 class NotedRows:
-    """A byte a row on each device where rows are announced. Used under the store's lock.
+    """One byte per row on each device where rows are announced. Used under the store's lock.
 
-    Several streams may note at once: all write the same value. Rows count from ``begin``, the first row of the box that
-    is noted.
+    Several streams may mark rows concurrently, because all write the same value. Row indices are relative to ``begin``,
+    the first marked row of the box.
     """
 
     def __init__(self, begin: int, n_rows: int) -> None:
@@ -157,7 +158,7 @@ class NotedRows:
 
     @torch.no_grad()
     def note(self, rows: Tensor) -> bool:
-        """Note rows (as :meth:`recckpt.types.Door.announce` takes them) in stream order; False without memory."""
+        """Mark rows (in the forms of :meth:`recckpt.types.Door.announce`) in stream order; False if memory is short."""
         noted = self._on(rows.device)
         if noted is None:
             return False
@@ -170,7 +171,7 @@ class NotedRows:
 
     @torch.no_grad()
     def take(self) -> Int64s:
-        """Return the distinct rows noted since the last call; waits for the devices."""
+        """Return the distinct rows marked since the last call; waits for the devices."""
         all_noted = [noted for noted in self._noted.values() if noted is not None]
         wait_for_devices(all_noted)
         taken = [noted[1:-1].nonzero().flatten().cpu().numpy() for noted in all_noted]
@@ -181,7 +182,7 @@ class NotedRows:
 
     @torch.inference_mode(False)
     def _on(self, device: torch.device) -> Tensor | None:
-        """Return the bytes on a device; None if it has no memory for them, which must not fail training."""
+        """Return the marks on a device; None if the device lacks memory for them, which must not fail training."""
         if device not in self._noted:
             try:
                 self._noted[device] = noted = torch.zeros(self._n_rows + 2, dtype=torch.bool, device=device)

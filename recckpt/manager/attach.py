@@ -1,4 +1,4 @@
-"""From a model and its optimizers to a manager: finds what to save, names it, and reports what is wrong."""
+"""Makes a manager from a model and its optimizers: finds and names the objects to save, and reports problems."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def live_tables(
     audit: int = 0,
     adapters: Sequence[LiveTable] = (),
 ) -> LiveTables:
-    """Find the embedding tables of a model that recckpt saves in their own memory, with their optimizers' states.
+    """Find the embedding tables of a model that recckpt can save and restore in place, with their optimizers' states.
 
     Nothing in the model is replaced; hooks announce which rows change, as long as the tables are referenced, as by a
     saver, and not closed. Call it on each rank after the model is wrapped and the optimizers are made, and
@@ -88,11 +88,12 @@ def live_tables(
         min_rows: smaller embeddings stay dense tensors.
         names: path of a module -> name of its table; other tables are named by their paths.
         exclude: paths of modules that stay dense.
-        marks: how changed rows are found: ``"auto"``, or ``"fingerprints"``: by looking at all rows at each save,
-            whoever writes them. For all tables, or by name of a table.
+        marks: how changed rows are found. ``"auto"`` uses hooks where possible; ``"fingerprints"`` compares
+            fingerprints of all rows at each save, so it finds changes by any code. One value for all tables, or a dict,
+            table name -> value.
         audit: every ``audit``-th save compares the hooks' marks with fingerprints of all rows, and fails if a row was
             missed. 0: each save compares some rows, and saves all rows if one was missed.
-        adapters: tables in the memory of other libraries, which announce their changes.
+        adapters: tables in the memory of other libraries; these tables announce their changes.
 
     Raises:
         LiveTableError: tables cannot be saved like this; lists all that is wrong.
@@ -160,7 +161,7 @@ def attached(
 def guests_of(
     saver: Saver, regular: When, begin: Moment, is_first: Callable[[], bool]
 ) -> tuple[Sequence[SideSaves], CandidateFinder]:
-    """Return what a manager saves beside checkpoints, and what it may restore.
+    """Return the manager's saves beside checkpoints (near saves), and the candidates that it can restore.
 
     ``regular`` says when checkpoints are made, ``begin`` where the run begins, ``is_first`` whether this rank logs.
     """
@@ -215,7 +216,7 @@ def _items(argument: str, things: OneOrMany[Any]) -> list[_Item]:
 
 
 def _renamed(items: Iterable[_Item], name: str) -> list[_Item]:
-    """Give a name to those without one; the second of a name is called ``name_1``."""
+    """Name the objects without a name; the second object of a name is called ``name_1``."""
     counts = Counter[str]()
     named = []
     for item in items:
@@ -226,7 +227,7 @@ def _renamed(items: Iterable[_Item], name: str) -> list[_Item]:
 
 
 def _parts(items: Iterable[_Item], problems: list[str]) -> Iterator[_Item]:
-    """Yield each optimizer once, the parts of a joint one in its place."""
+    """Yield each optimizer once; yield the parts of a joint optimizer in place of the joint optimizer."""
     seen = set[int]()
     for item in items:
         if not isinstance(item.obj, Optimizer):
@@ -257,7 +258,7 @@ def _about_tables(tables: Mapping[str, SavableTable], sparse: Sequence[_Item]) -
 
 
 def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]:
-    """Yield what is wrong with optimizers of dense parameters; TorchRec's name their own."""
+    """Yield problems of optimizers of dense parameters; TorchRec's optimizers name their own parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     for item in (item for item in dense if not is_keyed(item.obj)):
         parameters = [parameter for group in groups_of(item.obj) for parameter in group["params"]]
@@ -290,7 +291,7 @@ def _about_schedulers(schedulers: Sequence[_Item], optimizers: Sequence[Optimize
 
 
 def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterator[str]:
-    """Yield what cannot be registered, by trying it."""
+    """Try to register each object, and yield the problems."""
     extra, io_state = extra_registry(), io_registry()
     for item in objects:
         try:
@@ -316,7 +317,7 @@ def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterat
 def _live_tables(
     model: nn.Module, optimizers: Sequence[Optimizer], tables: TablesOption, *, is_all_well: bool
 ) -> LiveTables | None:
-    """Find a model's live tables; if all is well, close those found for earlier optimizers."""
+    """Find a model's live tables; if there are no problems, close the tables found for earlier optimizers."""
     if tables is None or isinstance(tables, LiveTables):
         live = tables
     elif isinstance(tables, Mapping):

@@ -1,4 +1,4 @@
-"""The saves of a run: begun when due or when a signal asks for one, never two at a time."""
+"""The saves of a run: begun when a save is due or a signal asks for one, never two at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOST_SEC = 5.0  # that a save in the background has to end in, once a rank is k
 
 @dataclass(frozen=True)
 class AtSave:
-    """Where a rank's run is, and what it saves beside the model: all ranks compare it at a save."""
+    """One rank's place in the run, and the state that it saves beside the model; all ranks compare these at a save."""
 
     step: int
     is_saved: bool  # in a checkpoint that is not ephemeral
@@ -45,7 +45,7 @@ class AtSave:
 
 
 class GradientWindow:
-    """Puts saves off while gradients wait for the step that uses them, since no checkpoint holds them.
+    """Puts saves off while accumulated gradients wait for their optimizer step, because no checkpoint holds gradients.
 
     A window is one of ``set_grad_accum_steps`` of an optimizer of tables, or of accelerate's
     ``gradient_accumulation_steps``. Collective if something is due.
@@ -57,7 +57,7 @@ class GradientWindow:
         self._signal: int | None = None
 
     def kind_now(self, due: Kind | None, agreed: Agreed) -> Kind | None:
-        """Return the kind of save to make now, of what is due and what was put off."""
+        """Return the kind of save to make now, from the save that is due and the save that was put off."""
         kind = "regular" if "regular" in (due, self.kind) else due or self.kind
         self.kind = kind if kind is not None and agreed(self.is_open) else None
         return kind if self.kind is None else None
@@ -68,7 +68,7 @@ class GradientWindow:
         return number if self._signal is None else None
 
     def take_signal(self) -> int | None:
-        """Return the signal that was put off, as no window will end any more."""
+        """Return the signal that was put off, because no further accumulation window will end."""
         number, self._signal = self._signal, None
         return number
 
@@ -91,19 +91,19 @@ class SideSaves(Protocol):
         """Begin to count from where the run is, as after a restore."""
 
     def see(self, now: Moment) -> None:
-        """Note the first known event time, and one that was set back."""
+        """Record the first known event time, and an event time that was set back."""
 
     def is_due(self, now: Moment, agreed: Agreed, is_window_open: Callable[[], bool], *, has_saved: bool) -> bool:
-        """Say whether to make one now: not if a checkpoint was just begun, and not while gradients wait."""
+        """Return whether to make a side save now: not if a checkpoint was just begun, and not while gradients wait."""
 
     def begin(self, ranks: Ranks, step: int, state: State) -> Kind | None:
-        """Begin one; return the kind of checkpoint to make instead if it has no base yet.
+        """Begin a side save; return the kind of checkpoint to make instead if the side save has no base yet.
 
         WriterFencedError if another process has taken the output dir over.
         """
 
     def has_restored_newest(self, ranks: Ranks, order: tuple[int, int] | None) -> bool:
-        """Say whether the run restored the side save of this order, and it is still the newest."""
+        """Return whether the run restored the side save of this order and that save is still the newest."""
 
     def counted(self, counts: SaveCounts) -> SaveCounts: ...
 
@@ -111,12 +111,12 @@ class SideSaves(Protocol):
 class Autosave:
     """Saves a run when its schedule says so; see :class:`recckpt.CheckpointManager`. Collective; not thread-safe.
 
-    ``ranks`` returns the ranks that save together now. ``on_save_error`` of the options covers errors of saves that a
-    step began, alike on all ranks; errors of other ranks, of a fence or of the caller are always raised, as no later
-    save mends them.
+    ``ranks`` returns the ranks that save together now. ``on_save_error`` of the options applies to errors of saves that
+    a step began, in the same way on all ranks. Errors because of a lost rank, another writer or the caller's arguments
+    are always raised, because no later save corrects them.
 
-    ``reload`` loads what is new in a model bank: after each save unless :meth:`reload_when` says otherwise, so that the
-    save holds nothing of it.
+    ``reload`` loads new checkpoints of a model bank: after each save unless :meth:`reload_when` sets another policy, so
+    that the save does not contain the reloaded state.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Autosave:
         self._reload_trigger = None if when is None else Trigger(when, self._run.moment())
 
     def note_time(self) -> None:
-        """Take note of an event time set by hand: it dates tables, and policies count from it."""
+        """Apply an event time that the caller set: tables use it for new look-ups, and policies count from it."""
         now = self._run.moment()
         self._schedule.see(now)
         for side in self._sides:
@@ -173,7 +173,7 @@ class Autosave:
         self.date_tables()
 
     def date_tables(self) -> None:
-        """Date the tables: rows looked up from now on get the run's step and event time."""
+        """Give the tables the run's step and event time, which they store with each row looked up from now on."""
         for table in self._tables:
             table.step = self._run.global_step
             if self._run.event_time is not None:  # else that of the table stays, which may have been set by hand
@@ -231,7 +231,7 @@ class Autosave:
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
     def should_save(self, step: int | None, metrics: Metrics) -> bool:
-        """Say whether a step that ends here, or at the caller's own ``step``, is to be saved. Collective."""
+        """Return whether to save the step that ends here, or the caller's own ``step``. Collective."""
         run, ranks = self._run, self._ranks_now()
         at = run.global_step if step is None else step
         now = replace(run.moment(metrics), step=at)
@@ -241,21 +241,21 @@ class Autosave:
         return is_ahead and (is_due or has_come)
 
     def reached_preemption(self) -> bool:
-        """Say whether a signal that ends the process came on any rank. Collective."""
+        """Return whether any rank received a signal that ends the process. Collective."""
         is_reached = any(self._ranks_now().gather(self._signals.is_ending))
         self._has_reached = self._has_reached or is_reached
         return is_reached
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal that ends the process came on this rank, or was seen on another one. Not collective."""
+        """Whether this rank received, or learned of, a signal that ends the process. Not collective."""
         return self._signals.is_ending or self._has_reached
 
     def finish(self) -> None:
         """Save the last step, even if the previous save failed; its error is raised afterwards.
 
-        Without a step, save only a run that was restored from a near save: else the save would supersede what was
-        trained before.
+        If no step was made, save only a run that was restored from a near save; otherwise the save would supersede
+        earlier training.
         """
 
         def save_last() -> None:
@@ -266,7 +266,7 @@ class Autosave:
         self._settle_then(save_last)
 
     def _settle_then(self, save: Callable[[], object]) -> None:
-        """Wait for the previous save, then save; an error of the previous one is raised after that."""
+        """Wait for the previous save, then save; raise an error of the previous save after that."""
         try:
             self._settle_for_save()
         except OtherCallError:
@@ -277,9 +277,9 @@ class Autosave:
         save()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Make the save that was put off, wait for running ones, and restore the signal handlers.
+        """Make the save that was put off, wait for running saves, and restore the signal handlers.
 
-        With an ``error`` that is being raised already, no save is made, and further errors are only logged.
+        With an ``error`` that is already being raised, makes no save and only logs further errors.
         """
         try:
             kind = self._schedule.pending or self._window.kind
@@ -321,9 +321,9 @@ class Autosave:
             self._schedule.missed(kind, self._run.moment())
 
     def _let_pass(self, work: Callable[[], object]) -> bool:
-        """Run ``work``; return False if a save's error was let pass. Collective if it is.
+        """Run ``work``; return False if a save's error was tolerated. Collective if ``work`` is.
 
-        Raises the error if it is not let pass, and what ``on_save_error`` raised on any rank.
+        Raises an error that is not tolerated, and any error that ``on_save_error`` raised on any rank.
         """
         try:
             work()
@@ -350,7 +350,7 @@ class Autosave:
     def _save(
         self, kind: Kind, state: State, metrics: Metrics, step: int | None = None, *, background: bool
     ) -> Manifest | SaveHandle | None:
-        """Save this step, or the caller's own ``step``, unless a lasting checkpoint has it."""
+        """Save this step, or the caller's own ``step``, unless a checkpoint that is not ephemeral has it."""
         run = self._run
         self._note_failure()
         own, is_saved = self._meet(step, state, metrics)
@@ -385,10 +385,10 @@ class Autosave:
         return saved
 
     def _meet(self, step: int | None, state: State, metrics: Metrics) -> tuple[AtSave, bool]:
-        """Return this rank's part, and whether a lasting checkpoint of all ranks already has it. Collective.
+        """Return this rank's part, and whether a checkpoint that is not ephemeral has this step. Collective.
 
-        Moves the run to the caller's own ``step``, and to the latest event time of all ranks. RecckptError if a rank
-        counted other windows or epochs; TypeError, ValueError for invalid arguments.
+        Moves the run to the caller's own ``step``, and to the latest event time of all ranks. RecckptError if ranks
+        counted different windows or epochs; TypeError, ValueError for invalid arguments.
         """
         run, ranks = self._run, self._ranks
 
@@ -427,7 +427,7 @@ class Autosave:
         return SaveInfo(self._run.ckpt_id, self._run.global_step)
 
     def _note_failure(self) -> bool:
-        """Say whether the background save has failed since the last call; if so, its step is unsaved again."""
+        """Return whether the background save has failed since the last call; if it has, mark its step as unsaved."""
         handle = self._in_flight
         if handle is None or not handle.done():
             return False
@@ -459,7 +459,7 @@ class Autosave:
             self._signals.follow(number)
 
     def _save_within(self, seconds: float | None, state: State, metrics: Metrics) -> bool:
-        """Save this step; say whether it and the previous save ended in time; None waits for both."""
+        """Save this step; return whether this and the previous save ended in time. None waits for both saves."""
         end = math.inf if seconds is None else time.monotonic() + seconds
 
         def left() -> float | None:

@@ -1,4 +1,4 @@
-"""The manager: counts steps, saves when it is time, and takes up a run where its newest checkpoint left it."""
+"""The manager: counts steps, saves when a save is due, and resumes a run from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class CheckpointManager(Resumable):
             save; then the process ends as the signal demands. SIGUSR1 and SIGUSR2 only save. A
             :class:`recckpt.policies.OnSignal` limits how long that may take.
         on_save_error: what to do with errors of saves begun by :meth:`step`, :meth:`window` or :meth:`epoch`:
-            ``"raise"`` them; ``"warn"`` logs them and a function gets them, on every rank, and training continues
-            until three saves in a row have failed, or as many as a :class:`recckpt.policies.Tolerate` says. They are in
+            ``"raise"`` them; ``"warn"`` logs them; a function is called with them on every rank. Training continues
+            until three saves in a row have failed, or the number in a :class:`recckpt.policies.Tolerate`. They are in
             :attr:`counts` and ``recckpt watch``. :meth:`save`, :meth:`close` and the end of ``with`` raise.
         save_at_start: whether ``with`` saves before training starts, if there was nothing to restore.
         step_prefix: prefix of checkpoint names: ``"model"`` for ``model_<step>``.
@@ -303,13 +303,13 @@ class CheckpointManager(Resumable):
             self._autosave.count("step", state, metrics, event_time)
 
     def should_save(self, step: int | None = None, *, metrics: Metrics = None) -> bool:
-        """Say whether a step is due to be saved, for loops that call :meth:`save`; saves and counts nothing.
+        """Return whether a step is due to be saved, for loops that call :meth:`save`; saves and counts nothing.
 
-        It is if ``save_interval`` or ``ephemeral`` says so, or a signal that ends the process came, unless a
-        checkpoint that is not ephemeral already has it, or the run is past it.
+        A step is due if ``save_interval`` or ``ephemeral`` selects it, or a signal that ends the process was received.
+        It is not due if a checkpoint that is not ephemeral already has it, or the run is past it.
 
         Args:
-            step: of a loop that counts its own steps; None for :attr:`global_step`.
+            step: the step, in a loop that counts its own steps; None for :attr:`global_step`.
             metrics: as for :meth:`step`, for policies.
         """
         with self._turn():
@@ -340,7 +340,7 @@ class CheckpointManager(Resumable):
         state: Mapping[str, StateValue] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Manifest | None:
-        """Save this step now, and wait; return None, and log so, if a checkpoint already has it.
+        """Save this step now, and wait; if a checkpoint already has this step, log that and return None.
 
         A checkpoint of this step that another branch of the run left behind is superseded.
 
@@ -375,22 +375,22 @@ class CheckpointManager(Resumable):
         return [step for step in steps if step is not None]
 
     def latest_step(self) -> int | None:
-        """Return the last of :meth:`all_steps`, None without checkpoints; raises as it does. Not collective."""
+        """Return the last of :meth:`all_steps`, or None without checkpoints; raises the same errors. Not collective."""
         return max(self.all_steps()[-1:], default=None)
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of a step, and those it superseded. Collective: all ranks name the same step.
+        """Remove a step's checkpoint and the checkpoints that it superseded. Collective: all ranks pass the same step.
 
         Rotation's rules hold: pinned checkpoints, bases of deltas and the only checkpoint stay. If the next
         delta would be based on it, the next save is full. The run stays at its present step.
 
         Raises:
             TypeError: ``step`` is not an int.
-            CheckpointInUseError: it cannot be removed; says why, and what to do.
+            CheckpointInUseError: the checkpoint cannot be removed; the message says why, and what to do.
             CheckpointNotFoundError, CorruptCheckpointError: there is no such checkpoint, or it is damaged.
             SaveFailedError: the running save failed; nothing was deleted.
             WriterFencedError: another process has taken the output dir over.
-            RecckptError, OSError: the storage failed; delete it again.
+            RecckptError, OSError: the storage failed; call :meth:`delete` again.
         """
         with self._turn():
             self._autosave.settle_on_all()
@@ -401,20 +401,20 @@ class CheckpointManager(Resumable):
     def forget(self, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
         """Remove ids from a table: from its rows, and from all files in the output dir; see docs/forget.md.
 
-        Collective: all ranks name the same ids. The next save is full, as a delta would list them as deleted.
+        Collective: all ranks pass the same ids. The next save is full, because a delta would list the ids as deleted.
 
         Args:
             table: the name of a table in the model or in any checkpoint.
             ids: int64, in any order, such as a tensor.
 
         Returns:
-            What was done for each request that was carried out; the last one is this call's.
+            One result per request that was carried out; the last result is for this call.
 
         Raises:
             TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
             CorruptCheckpointError: a checkpoint is damaged, so its ids are unknown.
             WriterFencedError: another process has taken the output dir over.
-            RecckptError, OSError: the storage or a rank failed; the next save continues it.
+            RecckptError, OSError: the storage or a rank failed; the next save continues the request.
         """
         with self._turn():
             self._autosave.settle_on_all()
@@ -439,16 +439,16 @@ class CheckpointManager(Resumable):
         """Wait for a running save; the manager can still be used afterwards. Collective among several ranks.
 
         Raises:
-            SaveFailedError, WriterFencedError: it failed, and its error has not been raised yet.
+            SaveFailedError, WriterFencedError: the save failed, and its error has not been raised yet.
         """
         with self._turn():
             self._autosave.settle_on_all()
 
     def reached_preemption(self) -> bool:
-        """Say whether a signal of ``save_on_signal`` that ends the process came on any rank.
+        """Return whether any rank received a signal of ``save_on_signal`` that ends the process.
 
-        The next :meth:`step`, or the end of ``with``, saves and ends it: a loop whose next step takes long may
-        stop there. Collective among several ranks.
+        The next :meth:`step`, or the end of ``with``, saves and ends the process. A loop whose next step takes long can
+        stop when this returns True. Collective among several ranks.
         """
         with self._turn():
             return self._autosave.reached_preemption()
@@ -456,8 +456,8 @@ class CheckpointManager(Resumable):
     def close(self) -> None:
         """Wait for a running save, and restore the previous signal handlers.
 
-        A save that ``async_save="latest"`` has put off is made first, of this step. Collective then, with
-        several ranks.
+        If ``async_save="latest"`` has put a save off, first saves the present step; this is collective among several
+        ranks.
 
         Raises:
             SaveFailedError, WriterFencedError: that save failed.

@@ -1,4 +1,4 @@
-"""Options of a manager, and arguments of its steps and saves, checked before anything happens."""
+"""Options of a manager and arguments of its steps and saves, with their checks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ManagerOptions:
 
 
 def check_step(state: State, metrics: Metrics) -> None:
-    """Raise for what a save would refuse, without waiting for a device."""
+    """Raise an error for state or metrics that a save would refuse, without waiting for a device."""
     check_state(state, metrics)
     _check_names(state, metrics)
 
@@ -94,7 +94,7 @@ def as_metadata(metadata: State) -> dict[str, StateValue]:
 
 
 def _check_names(state: State, metrics: Metrics) -> None:
-    """Raise ValueError for entries named like what the manager itself keeps."""
+    """Raise ValueError for entries with a name that the manager itself uses."""
     for what, values in (("state", state or {}), ("metrics", metrics or {})):
         name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS, METADATA) if name in values), None)
         if name is not None:

@@ -60,7 +60,7 @@ class RestoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Start:
-    """What a run may start from: a bank's checkpoints, and its own, best first, near saves among them."""
+    """What a run may start from: the checkpoints of a bank, and its own checkpoints and near saves, best first."""
 
     bank: LocatedBank
     own: Sequence[Checkpoint]
@@ -132,7 +132,7 @@ class Restorer:
         return self._run.global_step
 
     def passes_over(self) -> bool:
-        """Say, and log, whether there are checkpoints that were not restored; a save might rotate them away."""
+        """Return, and warn, whether checkpoints exist that were not restored, because a save might rotate them away."""
         if self._run.is_saved:
             return False
         is_empty = self._ranks.on_first(lambda: list_checkpoints(self._loader.storage).is_empty)
@@ -163,7 +163,7 @@ class Restorer:
         return [report for entry, taken in self._followed for report in self._reload(entry, taken)]
 
     def _reload(self, entry: Entry, taken: Taken) -> list[LoadReport]:
-        """Load what is newer at an entry's path than what was taken from it."""
+        """Load an entry of the bank again if its path has a newer checkpoint than the one loaded."""
         damage = KnownDamage()
 
         def newer() -> LocatedCheckpoint | None:
@@ -197,9 +197,9 @@ class Restorer:
         return first_whole(locate, load, instead=instead)
 
     def _instead(self, damage: KnownDamage, start: Start, error: CorruptCheckpointError) -> Start | None:
-        """Return what to start from without what is damaged in ``start``; None if nothing is left. Collective.
+        """Return a start that avoids the damaged parts of ``start``; None if nothing is left. Collective.
 
-        That is another checkpoint of the same name in the bank, or the best own one that needs nothing damaged.
+        It uses another checkpoint of the same name in the bank, or the best own checkpoint that needs no damaged file.
         """
         other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
         if other is not None:
@@ -242,12 +242,12 @@ class Restorer:
 
     @contextmanager
     def _opened(self, live: LiveState, sources: Iterable[LocatedCheckpoint]) -> Iterator[list[OpenSource]]:
-        """Open on all ranks what they need before any of them changes anything: late ranks may find it removed."""
+        """Open the checkpoints on all ranks before any rank changes state: a late rank may find them removed."""
         with ExitStack() as stack:
             yield self._ranks.on_each(lambda: stack.enter_context(opened(sources, live.needs)))
 
     def _go_on(self, checkpoint: Checkpoint, report: LoadReport, wholes: Sequence[tuple[bool, bool]]) -> None:
-        """Continue the run from a checkpoint; ``wholes``: each rank loaded all of it, and has no other rows."""
+        """Continue the run from a checkpoint; ``wholes``: each rank loaded all of its rows, and has no other rows."""
         is_whole, is_saved = map(all, zip(*wholes, strict=True))
         record, step = checkpoint.manifest, report.global_step
         if step is None and record.step is None:
@@ -261,7 +261,7 @@ class Restorer:
             self._measure({"last_save.time": time.timestamp()})
 
     def _measure(self, measured: Mapping[str, float]) -> None:
-        """Give figures to OpenTelemetry, on the first rank for all."""
+        """Report metrics of the restore to OpenTelemetry, on the first rank for all ranks."""
         if self._ranks.rank == 0:
             telemetry.measure(self._loader.run, measured)
 
@@ -322,9 +322,9 @@ def _dynamic_in(live: LiveState, bank: Sequence[OpenSource]) -> list[tuple[Entry
 
 
 def _without_damage(damage: KnownDamage, storage: Storage, start: Start, error: CorruptCheckpointError) -> Start | None:
-    """Return ``start`` without what an error is about, in the bank or the own output dir.
+    """Return ``start`` without the checkpoint that an error is about, in the bank or the own output dir.
 
-    Its near saves are still to be checked by all ranks.
+    All ranks still have to check the near saves of the result.
     """
     link = damaged_link(start.own[0], error) if start.own else None
     bank = damage.instead(start.bank, error)
@@ -371,7 +371,7 @@ class Resumable(OneProcess):
             self._autosave.start()
 
     def _warn_of_loaders(self) -> None:
-        """Warn once of the calling code's loaders whose order is not saved; not if any loader is saved."""
+        """Warn once of loaders in the calling code whose order is not saved, unless some loader is saved."""
         looks, self._looks_for_loaders = self._looks_for_loaders, False
         if not looks or len(self._saver.loader.io_state) or self._ranks().rank:
             return
@@ -462,16 +462,16 @@ class Resumable(OneProcess):
             return self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
 
     def plan(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadPlan:
-        """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
+        """Return what :meth:`load_model_bank` would do; reads no rows and changes nothing.
 
         Raises:
-            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: as for :meth:`load_model_bank`.
         """
         with self._turn():
             return self._restorer.plan([] if bank is None else bank)
 
     def reload_dynamic(self) -> list[LoadReport]:
-        """Load the dynamic entries of the bank whose path now has another checkpoint than the one loaded.
+        """Load again the dynamic entries of the bank whose path now has another checkpoint than the one loaded.
 
         Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or by the ``reload_interval`` of
         :meth:`load_model_bank`. An entry loads the names that it provided when the bank was loaded.

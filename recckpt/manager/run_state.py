@@ -74,7 +74,7 @@ class Run:
         return at
 
     def move_to(self, step: int) -> None:
-        """Count from a step of the caller's own count; no checkpoint holds that yet."""
+        """Set the run's step to a step that the caller counted; no checkpoint has this step yet."""
         if step != self.global_step:
             self.global_step, self.is_saved = step, False
 
@@ -88,9 +88,9 @@ class Run:
         self.is_saved = is_saved
 
     def plausible(self, event_time: float | None) -> float | None:
-        """Return the event time of a batch; None if it is a day ahead of both clock and last one, so wrong.
+        """Return the event time of a batch; None if it is a day ahead of both the clock and the last event time.
 
-        A wrong one would stay the latest of the run.
+        Such a time is probably wrong, and would stay the latest event time of the run.
         """
         if event_time is None:
             return None
@@ -117,7 +117,7 @@ class Run:
         self.metadata = metadata
 
     def note_event(self, *times: float | None) -> None:
-        """Move the event time on to the latest of these, if one is later."""
+        """Set the event time to the latest of these times, if it is later than the present event time."""
         self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
 
     def moment(self, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def state(self) -> dict[str, StateValue]:
-        """What a manifest holds of it, beside the step."""
+        """The part of this state that a manifest stores beside the step."""
         counts: dict[str, StateValue] = {WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
         values = {EVENT_TIME: self.event_time, **counts, METADATA: self.metadata or None}
         return {name: value for name, value in values.items() if value is not None}
@@ -144,7 +144,7 @@ class Run:
     ) -> None:
         """Continue from a manifest's state: its event time and metadata, if any, and its counts if ``step`` is given.
 
-        ``near_order`` is that of the near save that everything was restored from.
+        ``near_order`` is the order of the near save from which everything was restored.
         """
         self.near_order = near_order
         event_time, metadata = state.get(EVENT_TIME), state.get(METADATA)

@@ -1,4 +1,4 @@
-"""Signals that ask a process to save before it ends: noted when they come, answered between two steps."""
+"""Signals that ask a process to save before it ends: recorded on receipt, acted on between two steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _GO_ON = frozenset(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if h
 
 
 def goes_on(number: int) -> bool:
-    """Say whether a signal only asks for a save, as SIGUSR1 and SIGUSR2 do."""
+    """Return whether the process continues after this signal. SIGUSR1 and SIGUSR2 only ask for a save."""
     return number in _GO_ON
 
 
 def most_urgent(numbers: Iterable[int | None]) -> int | None:
-    """Return the signal to answer: the first that ends the process, else the first."""
+    """Return the signal to act on: the first that ends the process, else the first."""
     return min((number for number in numbers if number is not None), key=goes_on, default=None)
 
 
 class SignalWatch:
-    """Notes signals instead of following them, until released or garbage-collected. Only in the main thread.
+    """Records signals instead of delivering them, until released or garbage-collected. Only in the main thread.
 
     ValueError if a signal cannot be caught, or this is not the main thread.
     """
@@ -52,11 +52,11 @@ class SignalWatch:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal came, answered or not, that ends the process unless its handler does not."""
+        """Whether a signal was received, handled or not, that ends the process unless its previous handler does not."""
         return self._has_ended or not all(map(goes_on, tuple(self._note.noted)))
 
     def take(self) -> int | None:
-        """Return the signal to answer, of those since the last call."""
+        """Return the signal to act on, among the signals since the last call."""
         came = []
         while self._note.noted:  # one by one: another may come meanwhile
             came.append(self._note.noted.popleft())
@@ -64,7 +64,7 @@ class SignalWatch:
         return most_urgent(came)
 
     def follow(self, number: int) -> None:
-        """Do what a signal did before the watch; nothing for SIGUSR1 and SIGUSR2."""
+        """Deliver a signal to its previous handler; do nothing for SIGUSR1 and SIGUSR2."""
         if not goes_on(number):
             self._give_back()
             signal.raise_signal(number)
@@ -72,7 +72,7 @@ class SignalWatch:
                 raise SystemExit(128 + number)  # no signal ends process 1, such as that of a container, by default
 
     def release(self, put_off: int | None = None) -> None:
-        """Restore all handlers, and follow a signal that has not been answered."""
+        """Restore the previous signal handlers, then deliver any signal that was received but not yet acted on."""
         self._give_back()
         number = most_urgent((put_off, self.take()))
         if number is not None:
