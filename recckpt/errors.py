@@ -105,8 +105,8 @@ class PartlyLoadedError(RecckptError):
         parts = [f"tables {', '.join(map(repr, emptied))} are empty now"] if emptied else []
         parts += [f"tables {', '.join(map(repr, mixed))} hold only some of what was to be loaded"] if mixed else []
         super().__init__(
-            f"loading broke off: {cause}; {' and '.join(parts)}, all else on this rank is as it was: load or restore "
-            "again before they are used"
+            f"loading broke off: {cause}; {' and '.join(parts)}, everything else on this rank is unchanged: load or "
+            "restore again before you use these tables"
         )
         self.emptied, self.mixed = tuple(emptied), tuple(mixed)
 
@@ -180,9 +180,10 @@ class MissedRowsError(LiveTableError):
     def __init__(self, table: str, n_rows: int, ids: Sequence[int]) -> None:
         self.table, self.n_rows, self.ids = table, n_rows, list(ids)
         super().__init__(
-            f"table {table!r}: found {n_rows} rows that changed and were not marked, such as {self.ids}: something "
-            "writes them that no hook sees. This save fails, the next one holds all rows, and fingerprints find what "
-            "changes from then on; marks='fingerprints' in live_tables does so from the beginning"
+            f"table {table!r}: found {n_rows} changed rows that no hook had marked, such as {self.ids}: some code "
+            "writes rows without calling a hook. This save fails, the next save contains all rows, and later saves "
+            "find changed rows by fingerprints; to use fingerprints from the start, pass marks='fingerprints' to "
+            "live_tables"
         )
 
 
@@ -234,9 +235,9 @@ class ForkedError(RecckptError, RuntimeError):
 
     def __init__(self, what: str, made_by: int) -> None:
         super().__init__(
-            f"{what} belongs to process {made_by} and is used in process {os.getpid()}, a fork of it, which has "
-            "neither its threads nor its claim on the output dir: make a new one in the child, or start the child by "
-            "multiprocessing's 'spawn' and make it there; to save there too, give it an output dir of its own"
+            f"{what} belongs to process {made_by} and is used in process {os.getpid()}, a fork of it, without the "
+            "threads and the claim on the output dir: create a new object in the child, or start the child by "
+            "multiprocessing's 'spawn' and create it there; to save in the child too, use a separate output dir"
         )
         self.made_by = made_by
 
@@ -279,8 +280,8 @@ class RankLostError(RecckptError):
     def __init__(self, ranks: Sequence[int], cause: str) -> None:
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         super().__init__(
-            f"{names} cannot be reached: {cause}; these processes save and load together no more: restart the job, "
-            "which goes on from the newest checkpoint"
+            f"{names} cannot be reached: {cause}; these processes can no longer save or load together: restart the "
+            "job; it resumes from the newest checkpoint"
         )
         self.ranks, self.rank, self.cause = tuple(ranks), min(ranks), cause
 

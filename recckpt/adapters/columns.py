@@ -288,7 +288,7 @@ class ColumnRows(RowsInParts):
     @property
     def _joined(self) -> tuple[Int64s | None, Mapping[str, Bytes]]:
         if self._joining is None:
-            raise RuntimeError(f"table {self.name!r}: nobody has begun to join its columns, or it is closed")
+            raise RuntimeError(f"table {self.name!r}: the exchange of its columns has not begun, or it is closed")
         return self._joining
 
     def _share(self, rows: Int64s | None, part: int) -> tuple[int, int]:

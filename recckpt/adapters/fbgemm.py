@@ -84,7 +84,7 @@ def slots_and_reason(kernel: Any) -> tuple[Sequence[str], str | None]:
     if kind in _PROVEN and not has_decay:
         return slots, None
     what = f"{kind} with global weight decay" if has_decay else kind
-    return slots, f"{what} is not proven to change no rows but those looked up"
+    return slots, f"{what} is not proven to change only rows that were looked up"
 
 
 class KernelHooks:

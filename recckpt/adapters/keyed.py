@@ -78,8 +78,8 @@ class KeyedStore(PlacedStore):
         n_rows = len(self._rows)
         if not is_map or not _are_distinct(rows, n_rows):
             raise LiveTableError(
-                f"table {self._live.name!r}: its ids or their rows are not all different and among {n_rows} rows, as "
-                "once something else has written its map: load a checkpoint, which writes it anew"
+                f"table {self._live.name!r}: its id-to-row map has repeated ids or rows, or rows outside 0 to "
+                f"{n_rows - 1}: other code may have overwritten the map; load a checkpoint to rewrite it"
             )
         return IdPlaces(ids, rows, {name: values.cpu().numpy() for name, values in id_map.meta.items()})
 

@@ -248,8 +248,8 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
 def _kernel(owner: Any, module: Any) -> Kernel | str:
     if any(getattr(config, "stash_weights", False) for config in owner._config.embedding_tables):
         return (
-            "its weights are stashed in forward passes, which frees what a save still reads: make it without "
-            "stash_weights=True"
+            "its weights are stashed in forward passes, which frees memory that a save still reads: create it "
+            "without stash_weights=True"
         )
     try:
         return Kernel(module, owner)
@@ -305,7 +305,7 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
     else:
         there = next(part for part in parts if part.slots)
         live = AbsentTable(name, there, replace(_box(there, parts), rows=(0, 0)))
-    why = live.reason if is_announced else "no optimizer trains it: whoever writes it is not seen"
+    why = live.reason if is_announced else "no optimizer trains it, so writes to it are not detected"
     by_rows = FoundTable(
         live,
         local.path,

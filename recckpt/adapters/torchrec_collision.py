@@ -90,8 +90,8 @@ class CollisionMap:
         last = int(getattr(self._module, _ROWS)[-1]) - self.first
         if last != self.fallback or int(getattr(self._module, _IDS)[-1]) != _EMPTY:
             raise LiveTableError(
-                f"found row {last} at the end of {_ROWS}, expected {self.fallback}, which no id has: the buffers of "
-                "the module were written by something else than itself; load a checkpoint, which writes them anew"
+                f"found row {last} at the end of {_ROWS}, expected {self.fallback}, the row reserved for no id: code "
+                "outside the module has overwritten its buffers; load a checkpoint to rewrite them"
             )
 
     def read(self) -> IdMap:
@@ -272,7 +272,7 @@ def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
     ids = CollisionMap(collision.module)
     if rank_and_size()[1] > 1:
         raise LiveTableError(
-            "its ids are remapped by managed collision on each rank by itself, so that copies differ: shard it row_wise"
+            "managed collision remaps its ids on each rank separately, so that copies differ: shard it row_wise"
         )
     return _by_raw_ids(table, ids, collision.path, table.live.n_rows - 1, EVERY_ID)
 
@@ -288,7 +288,7 @@ def _by_raw_ids(table: FoundTable, ids: CollisionMap, path: str, n_ids: int, own
     """Return a table by raw ids for a table of numbered rows; ``path`` is the path of the collision module."""
     rows = table.live
     shared = SharedRows(rows)
-    cost = f"the map of its ids, {ids.id_bytes} bytes each, is copied at a save while training waits"
+    cost = f"the map of its ids, {ids.id_bytes} bytes per id, is copied at each save while training waits"
     unassigned = replace(
         table,
         live=UnassignedTable(f"{rows.name}.unassigned", shared, ids),

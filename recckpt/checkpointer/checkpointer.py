@@ -164,7 +164,7 @@ class AsyncCheckpointer(Checkpointer):
             try:
                 url, sent = storage_at(path).url, sendable("what is passed to the hook", kwargs)
                 if url.startswith("memory:"):
-                    problem = "what another process writes to its memory is lost; use a SyncCheckpointer for it"
+                    problem = "the writer process gets a copy, so writes to its memory are lost; use a SyncCheckpointer"
                     raise ValueError(f"{url}: {problem}")
                 staged = self._stager.stage(state_dict, **kwargs)
                 outcome = self._process.write(staged, url, sent)

@@ -256,8 +256,7 @@ class Child:
         return self._process.poll() is None
 
     def wait_ready(self, timeout_sec: float) -> None:
-        """Wait until the process accepts requests; raises DiedError, TimeoutError, or the error of its
-        initialisation."""
+        """Wait until the process accepts requests; DiedError, TimeoutError, or the error of its initialisation."""
         if self._ready:
             return
         if not self._connection.poll(timeout_sec):

@@ -82,7 +82,7 @@ class StateReader:
             ) from error
         if asked.missing:
             shown = ", ".join(asked.missing[:_MAX_SHOWN]) + (", ..." if len(asked.missing) > _MAX_SHOWN else "")
-            _log.warning("%s: %d keys are missing and stay as they are: %s", place, len(asked.missing), shown)
+            _log.warning("%s: %d keys are missing and stay unchanged: %s", place, len(asked.missing), shown)
         return state, asked.missing
 
 
@@ -245,8 +245,8 @@ class StoredState:
         return memory
 
     def _read_into(self, stored: Tensor, begin: int, data: npt.NDArray[np.uint8], where: str) -> None:
-        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum if the whole storage is
-        read."""
+        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum if this is the whole
+        storage."""
         record = self._records[stored.untyped_storage()._cdata]
         self._file.seek(record.header_offset)
         header = self._file.read(_HEADER.size)

@@ -102,8 +102,7 @@ def _holds_tensor(values: Iterable[Any]) -> bool:
 
 
 def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) -> Tensor:
-    """Return the bytes that store a group of overlapping tensors, and record the place of each tensor in these
-    bytes."""
+    """Return the bytes that store a group of overlapping tensors, and record each tensor's place in these bytes."""
     tensor, begin, end = members[0].tensor, members[0].begin, max(member.end for member in members)
     is_copied = len(_by_place(members)) == 1 and end - begin > tensor.numel()  # gaps that nothing else lies in
     if is_copied:

@@ -82,8 +82,7 @@ class WriterHook(ABC):
 
 
 class PartlyCommittedError(SaveFailedError):
-    """A rank failed after all ranks had agreed to commit: while putting its file in place, or in its
-    ``post_commit``."""
+    """A rank failed after all had agreed to commit: while putting its file in place, or in its ``post_commit``."""
 
     def __init__(self, ckpt_id: str, rank: int, cause: str) -> None:
         super().__init__(ckpt_id, rank, cause)
@@ -137,8 +136,7 @@ class StoreBarrier(Barrier):
         self._save, self._question = self._save + 1, 0
 
     def agree(self, *, last: bool = False) -> None:
-        """Wait for the others; then delete the keys of the previous agreement, because all ranks have read its
-        answer."""
+        """Wait for the others; then delete the keys of the previous agreement: all ranks have read its answer."""
         place = self._next_place()
         ranks = self._ranks(place)
         try:

@@ -75,5 +75,5 @@ def threads(what: str, default: int | None = None) -> Argument:
     return argument("--threads N", what, type=positive, default=default)
 
 
-_OVERDUE = "age of the newest checkpoint from which on the next save is missed (default: 3 times the usual)"
+_OVERDUE = "age of the newest checkpoint above which the next save counts as missed (default: 3 times the usual)"
 OVERDUE = argument("--overdue SECONDS", _OVERDUE, type=seconds)

@@ -121,8 +121,7 @@ def _problems(storage: Storage, listing: Listing) -> list[str]:
 
 
 def _unfinished(storage: Storage, listing: Listing) -> dict[str, str]:
-    """Describe the directories of unfinished saves and half-removed checkpoints, and directories that look like
-    these."""
+    """Describe directories of unfinished saves and half-removed checkpoints, and directories that look like these."""
     unfinished: dict[str, str] = {}
     for directory in listing.uncommitted:
         names = storage.list_files(directory)

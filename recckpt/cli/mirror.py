@@ -31,7 +31,7 @@ ARGUMENTS = {
         argument("run RUN", AN_OUTPUT_DIR),
         argument("to TO", "an empty place, or a mirror of RUN; a path or URL"),
         argument("--follow", "go on as the run goes on, until control-C or SIGTERM"),
-        argument("--interval SECONDS", "with --follow: from one look to the next (default: 5)", type=seconds),
+        argument("--interval SECONDS", "with --follow: seconds between two looks (default: 5)", type=seconds),
         argument("--keep POLICY", f"what to have there (default: what RUN has): {_KEEP}"),
         threads("copy", default=4),
     )

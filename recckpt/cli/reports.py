@@ -40,7 +40,7 @@ ARGUMENTS = {
         argument("after AFTER", "the same"),
         argument(
             "--tolerance X",
-            "values of tables and tensors that differ by no more are the same (default: %(default)s)",
+            "values that differ by no more than this count as equal (default: %(default)s)",
             type=_tolerance,
             default=0.0,
         ),
@@ -55,10 +55,10 @@ ARGUMENTS = {
         OVERDUE,
         argument(
             "--failures-per-day N",
-            "how often the run fails; says how often it would best save, by what its saves have taken",
+            "how often the run fails; the report then advises how often to save, from the duration of past saves",
             type=_rate,
         ),
-        argument("--near PATH", "say too what near saves of Near(PATH) on this host would give back now"),
+        argument("--near PATH", "also report what near saves of Near(PATH) on this host could restore now"),
     ),
     "plan": (
         argument("--model-names FILE", "names of the model: lines of Saver.names()", required=True),

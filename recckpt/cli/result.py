@@ -55,8 +55,7 @@ def usage_checked() -> Iterator[None]:
 
 
 def leave_stdout() -> None:
-    """Redirect stdout to the null device after its reader has gone, so that the interpreter's last flush cannot
-    fail."""
+    """Redirect stdout to the null device after its reader has gone, so that the last flush cannot fail."""
     with suppress(OSError, ValueError):  # where it is no file, nothing is flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

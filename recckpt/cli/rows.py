@@ -51,7 +51,7 @@ ARGUMENTS = {
         argument("--csv", "print CSV, with a header"),
         argument(
             "--unchecked",
-            "take the values of a full checkpoint as they are; without it, those that are read are checked",
+            "do not check the values of a full checkpoint; without this option, every value read is checked",
             dest="checked",
             action="store_false",
         ),

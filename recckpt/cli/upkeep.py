@@ -45,7 +45,7 @@ ARGUMENTS = {
     ),
     "forget": (
         argument("dir DIR", AN_OUTPUT_DIR),
-        argument("--table TABLE", "without it and --ids, end what was begun earlier"),
+        argument("--table TABLE", "without it and --ids, finish earlier requests"),
         argument("--ids FILE", A_FILE_OF_IDS),
         argument(
             "--dry-run", "change nothing; say what would be written again and removed, and about how long it takes"

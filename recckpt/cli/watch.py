@@ -45,7 +45,7 @@ class _Looks(Protocol[_Look_co]):
 ARGUMENTS = {
     "watch": (
         argument("dir DIR", "output dir, which need not be there yet, or a directory of output dirs"),
-        argument("--interval SECONDS", "from one look to the next (default: %(default)g)", type=seconds, default=5.0),
+        argument("--interval SECONDS", "seconds between two looks (default: %(default)g)", type=seconds, default=5.0),
         argument("--once", "look once; exit code 1 where the last save failed or the next one is overdue"),
         argument("--near PATH", "show of one run what its near saves of Near(PATH) on this host would give back"),
         OVERDUE,
@@ -103,8 +103,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, RunsStatus] | None:
-    """Return a watcher of the runs in a directory, and its first look; None if the directory has no runs, or is a
-    run."""
+    """Return a watcher of the runs in a directory, and its first look; None if the directory is a run or has none."""
     from recckpt.inspect.watch import RunsWatcher, is_output_dir
 
     if storage.why_empty() or is_output_dir(storage):

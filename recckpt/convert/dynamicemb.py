@@ -55,7 +55,7 @@ _NAME = re.compile(rf"(.+?)_({'|'.join((*_ITEM_BYTES, _OLD_STATES, *_COUNTERS))}
 _SETTINGS_FILE, _MAX_SETTINGS = "_opt_args.json", 1 << 20
 _COUNT, _SCORE = "count", "score"
 _FLOATS = ("float32", "float16", "bfloat16")
-_EMPTY = "has no rows, which would say how long one is"
+_EMPTY = "has no rows, so the length of a row is unknown"
 _NAMED = "is in several collections, and has its name with that of the collection; names= (--name) gives others"
 
 
@@ -148,7 +148,7 @@ def _listed(table: DumpedTable, left: list[LeftOut]) -> SourceTable:
         shown = ", ".join(f"{key}={value}" for key, value in table.settings.items())
         left.append(LeftOut(f"{name}, settings", f"are those an optimizer is made with: {shown}"))
     if table.counters:
-        left.append(LeftOut(f"{name}, counters", "of keys that are not admitted yet: counting begins anew"))
+        left.append(LeftOut(f"{name}, counters", "of keys that are not admitted yet: counting starts again"))
     if "/" in table.name:
         left.append(LeftOut(name, _NAMED))
     return SourceTable(table.name, sum(table.n_rows), tuple(slots))

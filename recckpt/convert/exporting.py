@@ -253,8 +253,8 @@ def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
     for number, link in enumerate(checkpoint.links):
         if meant is not None and link.manifest.name == meant.manifest.name:
             return number
-    found = f"{since!r}, which {checkpoint.ckpt_id!r} does not stand on"
+    found = f"{since!r}, which is not in the chain of {checkpoint.ckpt_id!r}"
     below = ", ".join(link.ckpt_id for link in checkpoint.below)
-    expected = f"one of {below}" if below else "a checkpoint that it stands on, and it is full: it stands on none"
+    expected = f"one of {below}" if below else "a checkpoint of its chain; it is full, so its chain has no other"
     remedy = "export all of it, or save with Saver(deltas=True)"
     raise ConversionError(checkpoint.directory, "since", found=found, expected=expected, remedy=remedy)

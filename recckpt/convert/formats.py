@@ -53,7 +53,7 @@ def open_source(files: SourceFiles, format: str | None, options: ImportOptions) 
             except ModuleNotFoundError as error:
                 if error.name != "torch":
                     raise
-                what = f"{files.url}: to read {name} takes torch, which is not installed"
+                what = f"{files.url}: reading {name} needs torch, which is not installed"
                 raise MissingLibraryError(f"{what}: pip install torch") from error
             return _named(_in_floats(opened), options.names, files.url)
     found = f"files of no format that is known: {', '.join(files.names[:5])}"

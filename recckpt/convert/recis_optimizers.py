@@ -121,7 +121,9 @@ def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut])
     merged = [step for step in steps if step.table is not None and step.table not in names]
     shared = next((step.n for step in steps if step.table is None), max((step.n for step in merged), default=None))
     for step in merged:
-        reason = f"of tables that RecIS merged, not saying which: those without a step of their own start from {shared}"
+        reason = (
+            f"of tables that RecIS merged without recording which; tables without their own step start from {shared}"
+        )
         left.append(LeftOut(step.name, reason))
     by_table = {name: {"step": own.get(name, shared)} for name in names if own.get(name, shared) is not None}
     for name in names:
@@ -143,7 +145,7 @@ def scalars_there(state: Mapping[str, Any], tables: Slots, left: list[LeftOut]) 
     named = {f"{rule.prefix}step": max(steps.values())}
     if rule.is_row_wise and len(steps) > 1:
         named = {f"{rule.prefix}{name}_step": step for name, step in steps.items()}
-        reason = "is by table; where RecIS merges tables it looks for the name of the merged one, and starts from 0"
+        reason = "is per table; if RecIS merges tables, it looks for the name of the merged table, and starts from 0"
         left.append(LeftOut(f"{rule.prefix}step", reason))
     elif len(set(steps.values())) > 1:
         span = f"tables have steps {min(steps.values())} to {max(steps.values())}"

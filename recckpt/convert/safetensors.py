@@ -55,7 +55,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
     others = {key for part in parts.values() for key in part.metadata} - {_METADATA, "format", _SHARDING, _VERSION}
     left = [LeftOut(f"__metadata__ {key}", "checkpoints have no place for it") for key in sorted(others)]
     if are_shards:
-        reason = f"tensors are put together from {plural(len(parts), 'file')}; how many there were torch does not keep"
+        reason = f"tensors are put together from {plural(len(parts), 'file')}; torch does not record their number"
         left.append(LeftOut(f"__metadata__ {_SHARDING}", reason))
     return tensor_source(SourceContents("safetensors", left_out=tuple(left)), tensors, tables, files.url)
 

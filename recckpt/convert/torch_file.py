@@ -30,7 +30,7 @@ def load_torch(files: SourceFiles, name: str) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = f"a pickle that needs code to load ({_reason_of(error)})"
-        remedy = "nothing was run and nothing written; save tensors and plain values only, such as a state_dict()"
+        remedy = "no code was run and nothing was written; save only tensors and plain values, such as a state_dict()"
         raise ConversionError(path, "", found=found, expected="tensors and plain values", remedy=remedy) from error
     except _BROKEN as error:
         found = f"what torch does not read ({str(error).splitlines()[0] if str(error) else type(error).__name__:.200})"

@@ -20,7 +20,7 @@ from recckpt.text import first_few
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _MODEL = ("state_dict", "model_state_dict", "model")  # under which others save the model beside the rest
 _NESTED = "holds tensors, which are no dense tensors here: it goes to model.pt as it is"
-_BY_ORDER = "goes by the names of parameters, which are in the order of the file's tensors; model= makes sure of it"
+_BY_ORDER = "is matched to parameters by the order of the file's tensors; pass model= to match by name"
 _STEP, _SUM = "step", "sum"
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize")
@@ -269,7 +269,11 @@ class ParameterOrder:
         if len(fitting) == 1:
             return list(fitting[0])
         where = "the model" if self.model is not None else "the file"
-        why = f"its {n} parameters are in no order of those of {where}" if not fitting else "its order is not known"
+        why = (
+            f"its {n} parameters match no order of the parameters of {where}"
+            if not fitting
+            else "its order is not known"
+        )
         remedy = "optimizers=" if self.model is not None else "model="
         raise ValueError(f"{why}: give import_checkpoint {remedy} to name them")
 

@@ -108,7 +108,7 @@ class RunFollower:  # not thread-safe
             return next(filter(None, map(self._opened, checkpoints)), None)
         except OSError as error:
             if not self._is_away:
-                log.warning("%s cannot be read, and is looked at again and again: %s", self._storage.url, error)
+                log.warning("%s cannot be read; retrying: %s", self._storage.url, error)
             self._is_away = True
             return None
 
@@ -138,7 +138,7 @@ class RunFollower:  # not thread-safe
         try:
             chain = OpenChain.open(self._storage, checkpoint, self._last)
         except (CheckpointRemovedError, CheckpointNotFoundError) as error:
-            log.info("%s: %s went before its turn: %s", self._storage.url, checkpoint.ckpt_id, error)
+            log.info("%s: %s was removed before its turn: %s", self._storage.url, checkpoint.ckpt_id, error)
             return None
         except CorruptCheckpointError as error:
             self._log_damage(checkpoint.directory, error)
@@ -149,7 +149,7 @@ class RunFollower:  # not thread-safe
 
     def _log_damage(self, directory: str, error: CorruptCheckpointError) -> None:
         if directory not in self._damaged:
-            log.error("%s is damaged and passed over: %s", self._storage.url_of(directory), error)
+            log.error("%s is damaged and skipped: %s", self._storage.url_of(directory), error)
         self._damaged.add(directory)
 
     def _note(self, record: Manifest) -> None:

@@ -124,7 +124,8 @@ class CheckpointReader:
         prepares look-ups for the tables that were looked up before.
 
         Raises:
-        CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as the constructor.
+            CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as for
+                the constructor.
         """
         with self._moving:
             before = self._now

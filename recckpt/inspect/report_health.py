@@ -79,7 +79,7 @@ _SECONDS = (  # attribute of a save, what one did that is slow, and what to do
     ),
 )
 _REMEDIES = {  # why near saves were left out -> what to do
-    "under_way": "They take longer than `Near(interval=...)`, which may be longer.",
+    "under_way": "They take longer than `Near(interval=...)`: choose a longer interval.",
     "too_much_changed": "Save checkpoints more often, or give `Deltas(max_dirty=...)` a larger share.",
     "stopped": "A rank did not answer within `Near(timeout_sec=...)`: the log says which. They begin again with the "
     "next start of the job.",

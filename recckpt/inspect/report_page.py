@@ -36,8 +36,10 @@ _MOST_METRICS = 8  # that are drawn
 _MOST_DRAWN = 1e300  # of a value: axes compute with sums of these
 _MOST_GROWN = 6  # tables whose growth is drawn
 _LOOKED_AT = {
-    True: "Every byte of the newest checkpoint was read and checked; of older ones, that their files are there.",
-    False: "That files are there was checked, not what is in them: `recckpt report` without --quick reads the newest.",
+    True: "Every byte of the newest checkpoint was read and checked; for older checkpoints, only that their files "
+    "exist.",
+    False: "Only the existence of files was checked, not their contents: `recckpt report` without --quick reads the "
+    "newest.",
 }
 _NAME = 60  # characters of a name beside plots
 

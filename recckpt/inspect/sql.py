@@ -112,7 +112,7 @@ def create_views(
         for name, free in shown.items():
             if free != name:
                 what = f"slot {name!r} of table {table!r} is the column {free!r}"
-                log.warning("%s: %s: SQL takes its name for another's", url, what)
+                log.warning("%s: %s: its name differs from another only in case, which SQL ignores", url, what)
         rows.select(*(library.ColumnExpression(c).alias(shown[name]) for c, name in columns.items())).create_view(view)
 
 

@@ -126,7 +126,7 @@ class LightningCallback(SavesRun, Callback):
                 newest = f"step {self.checkpoints.latest_step() or 0}"
             except Exception as failure:
                 newest = f"what is there: {type(failure).__name__}: {failure}"
-            log.error("%s; a restart goes on from %s", problem, newest)
+            log.error("%s; a restart resumes from %s", problem, newest)
 
 
 def _leave(trainer: Trainer) -> None:
@@ -164,8 +164,8 @@ def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -
     refuse_accumulation(sparse)
     if trainer.strategy.handles_gradient_accumulation:
         raise ValueError(
-            f"{type(trainer.strategy).__name__} steps by its own engine, which knows no tables: use another strategy, "
-            "or manual optimization"
+            f"{type(trainer.strategy).__name__} steps in its own engine, which does not know tables: use another "
+            "strategy, or manual optimization"
         )
     if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
         log.warning(
@@ -303,7 +303,7 @@ class SavesLast(Checkpoint):
         missing = f"fit ended by {error}, and no emergency checkpoint is saved"
         if trainer.world_size > 1:
             rank = f"rank {trainer.global_rank} of {trainer.world_size}"
-            return f"{missing}: {rank} cannot know whether the others have failed too, and a save takes all"
+            return f"{missing}: {rank} cannot know whether the other ranks have failed too, and a save needs all ranks"
         try:
             manager.wait_until_finished()
         except Exception as failure:  # of the save before, which is no reason not to save

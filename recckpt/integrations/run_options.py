@@ -93,8 +93,8 @@ class SavesRun:
         self._saves_on_exception = flag("save_on_exception", save_on_exception)
         if save_on_exception and not hasattr(self, "on_exception"):
             raise ValueError(
-                f"{type(self).__name__}(save_on_exception=True): this trainer tells callbacks of no exception: call "
-                "callback.checkpoints.save() where you catch that of its train()"
+                f"{type(self).__name__}(save_on_exception=True): this trainer does not report exceptions to "
+                "callbacks: call callback.checkpoints.save() where you catch the exception of train()"
             )
         self._attach = partial(
             CheckpointManager.attach,

@@ -109,7 +109,7 @@ class TransformersCallback(SavesRun, TrainerCallback):
         others = [name for name in state.stateful_callbacks if name != "TrainerControl"]
         if self._trainer is None and others:
             raise ValueError(
-                f"{', '.join(others)} has a state, which only the trainer knows: call "
+                f"{', '.join(others)} has a state that only the trainer can restore: call "
                 "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), the first time too"
             )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
@@ -130,9 +130,9 @@ class TransformersCallback(SavesRun, TrainerCallback):
             step = state.global_step if state.global_step in steps else None  # a near save is found as the newest
             if (restored := manager.restore(step, rng=False, **self._restore)) != state.global_step:
                 raise RecckptError(
-                    f"{self._output_dir}: restored step {restored}, and the trainer goes on at step "
-                    f"{state.global_step}, of which a near save cannot be restored whole, as the log says: give "
-                    "restore={'near': False} to go on from the newest checkpoint"
+                    f"{self._output_dir}: restored step {restored}, but the trainer continues at step "
+                    f"{state.global_step}, because a near save could not be restored completely, as the log says: "
+                    f"pass restore={{'near': False}} to continue from the newest checkpoint"
                 )
             if manager.epochs < state.epoch and not state.epoch % 1:  # its last step was saved, and not its end
                 with generators_at(self._rng):
@@ -224,8 +224,8 @@ def _check(optimizer: Any, sparse: SparseOptimizer) -> None:
     """Refuse setups that would step tables at another time than the other parameters."""
     if type(optimizer) is not AcceleratedOptimizer or not isinstance(optimizer.optimizer, Optimizer):
         raise ValueError(
-            f"found {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that steps "
-            "and clips by itself, as DeepSpeed does, knows no tables"
+            f"found {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that "
+            "steps and clips by itself, such as DeepSpeed, does not know tables"
         )
     refuse_accumulation(sparse)
 

@@ -100,8 +100,8 @@ class LiveTarget(LoadTarget):
         for name, tensor in self._attached.live.tensors().items():
             if name in values and not torch.equal(tensor[torch.from_numpy(rows)].to(values[name].dtype), values[name]):
                 raise LiveTableError(
-                    f"table {self.table.name!r}: its memory is read-only, and its {name} is another than that of the "
-                    f"checkpoint: map it for writing, or leave it out with 'exclude': [{self.table.name!r}]"
+                    f"table {self.table.name!r}: its memory is read-only, and its {name} differs from the "
+                    f"checkpoint's: map the memory for writing, or leave it out with 'exclude': [{self.table.name!r}]"
                 )
 
     def _fitted(self, ids: Int64s, values: Values) -> tuple[Int64s, Values]:
@@ -167,8 +167,8 @@ class AttachedTable:
         """
         if self._is_closed:
             raise LiveTableError(
-                f"table {self.name!r}: it is closed, so its changes are not noted any more; call live_tables, "
-                "and make another saver"
+                f"table {self.name!r}: it is closed, so changes are no longer recorded; call live_tables, and make a "
+                "new saver"
             )
         self.live.prepare()
 

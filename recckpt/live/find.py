@@ -172,26 +172,31 @@ def _torch_table(
     """Return the table of a torch module; LiveTableError says why its weight stays dense."""
     weight = module.weight
     if not keys:
-        raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved, as tensors")
+        raise LiveTableError(
+            "its weight is computed from other tensors, such as by a parametrization; these are saved as tensors"
+        )
     is_spread = is_sharded(weight)
     if not is_spread and weight.dim() != 2:
         raise LiveTableError(
-            f"its weight is {tuple(weight.shape)}, expected rows and columns: where FullyShardedDataParallel has "
-            "flattened it, use fully_shard, which does not"
+            f"its weight is {tuple(weight.shape)}, expected rows and columns: FullyShardedDataParallel flattens "
+            "weights; use fully_shard, which does not"
         )
     if is_spread and (refusal := why_not_by_rows(weight)):
         raise LiveTableError(refusal)
     if is_spread and module.max_norm is not None:
-        raise LiveTableError("its max_norm writes in forward passes, which is not seen of a DTensor: make it without")
+        raise LiveTableError(
+            "its max_norm writes in forward passes, which recckpt cannot detect for a DTensor: "
+            "create it without max_norm"
+        )
     optimizer, rule = trainer_of(weight, optimizers)
     live = (DTensorEmbedding if is_spread else TorchEmbedding)(name, module, optimizer, rule, tied)
     is_shared = weight.device.type == "cpu" and weight.is_shared()  # type: ignore[no-untyped-call]  # torch has no types
     is_seen = optimizer is not None and not is_shared
     if optimizer is None:
-        why: str | None = "no optimizer trains it: whoever writes it is not seen"
+        why: str | None = "no optimizer trains it, so writes to it are not detected"
     elif not is_seen:
-        why = "it lies in shared memory: what other processes write is not seen"
-        log.warning("table %r: %s; so each save looks at all rows, in a copy for which training waits", name, why)
+        why = "it lies in shared memory, so writes of other processes are not detected"
+        log.warning("table %r: %s; so each save reads all rows, in a copy for which training waits", name, why)
     else:
         why = live.reason or (HOOKED if has_foreign(optimizer._optimizer_step_post_hooks) else None)
     marks = FINGERPRINTS if why else "gradient"

@@ -112,7 +112,7 @@ class LiveStore(Store):
                 )
             if self._failure is not None:
                 failure, self._failure = self._failure, None
-                raise LiveTableError(f"table {self._table.name!r}: its changes were not seen: {failure!r}") from failure
+                raise LiveTableError(f"table {self._table.name!r}: changes were missed: {failure!r}") from failure
             columns = self._noted_columns()
             self._is_announced &= not self._is_distrusted  # from now on: snapshots of before are no copies
             if not self._is_announced:
@@ -188,15 +188,15 @@ class LiveStore(Store):
                 return
             self._observers.fail_snapshots(
                 LiveTableError(
-                    f"table {self._table.name!r}: its rows were changed while they were being saved, by something that "
-                    "recckpt does not see, which is not the optimizer that live_tables was given: call saver.settle() "
-                    "before such a change, or give live_tables the optimizer that makes it"
+                    f"table {self._table.name!r}: its rows were changed while they were being saved, by code that "
+                    "recckpt cannot see, not by the optimizer that live_tables was given: call saver.settle() "
+                    "before such a change, or pass the optimizer that makes the change to live_tables"
                 )
             )
 
     def failed(self, error: Exception) -> None:
         """Mark all rows as changed, and log the error; the next snapshot raises it."""
-        log.error("table %r: its changes were not seen, and the next save fails: %r", self._table.name, error)
+        log.error("table %r: changes were missed, so the next save fails: %r", self._table.name, error)
         self.replaced()
         self._failure = error
 
@@ -255,9 +255,9 @@ class LiveStore(Store):
         elif place not in _DEVICES:
             problem = f", expected one of the devices {', '.join(_DEVICES)}: move it there, or {_EXCLUDE}"
         elif tensor.numel() and not tensor.untyped_storage().nbytes():
-            problem = ", whose memory is freed for now: save and load where it is there, as between steps"
+            problem = ", whose memory is freed at the moment: save and load when it is allocated, such as between steps"
         elif not tensor.is_contiguous():
-            problem = " and not contiguous, as which recckpt reads it in place: make it so, or exclude it"
+            problem = " and not contiguous, but recckpt reads it in place: make it contiguous, or exclude it"
         else:
             return None
         return f"{name} is {spec.dtype} {tuple(tensor.shape)} on {tensor.device}{problem}"

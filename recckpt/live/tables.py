@@ -116,8 +116,8 @@ class LiveTables(Mapping[str, AttachedTable]):
                         other.append(name)
         if other:
             raise LiveTableError(
-                f"{', '.join(map(repr, dict.fromkeys(other)))}: the model has other weights than those that "
-                "live_tables took: close() the live tables, call live_tables once more, and make another saver"
+                f"{', '.join(map(repr, dict.fromkeys(other)))}: the model's weights were replaced after live_tables "
+                "was called: close() the live tables, call live_tables again, and make a new saver"
             )
         if twice := sorted(tables.keys() & self.keys()):
             raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
@@ -189,8 +189,8 @@ class LiveTables(Mapping[str, AttachedTable]):
         """
         if self._is_closed:
             raise LiveTableError(
-                f"the live tables {', '.join(map(repr, self))} are closed: call live_tables once more, and give the "
-                "saver what that returns"
+                f"the live tables {', '.join(map(repr, self))} are closed: call live_tables again, and pass its "
+                "result to the saver"
             )
 
     def check_same(self, tables: Sequence[FoundTable]) -> None:
@@ -211,8 +211,8 @@ class LiveTables(Mapping[str, AttachedTable]):
         )
         if before != now:
             raise LiveTableError(
-                "the model has live tables already, and others are asked for, or other optimizers train them: close() "
-                "those, and make another saver"
+                "the model already has live tables that differ from the requested ones, or have other optimizers: "
+                "close() the present ones, and make a new saver"
             )
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             marks, why, (embedding, *others) = entry.marks, entry.why or "", self[name].specs
             if marks != FINGERPRINTS and not self[name].rows.says_what_changes:
                 marks = FINGERPRINTS
-                why = "a save found rows that had changed unmarked: something writes past the hooks"
+                why = "a save found changed rows that no hook had marked: some code writes rows without calling a hook"
             shape = f"{count(entry.live.n_rows)} x {'x'.join(map(str, embedding.shape))}"
             slots = ", ".join(spec.name for spec in others) or "-"
             rows.append((name, shape, entry.kind, slots, marks, why))

@@ -187,8 +187,8 @@ class TorchEmbedding:
         """
         if self._optimizer is not None and not self._group:
             raise LiveTableError(
-                f"table {self.name!r}: its module has another weight than {type(self._optimizer).__name__} trains: "
-                "give the optimizer that one, or close() the live tables and call live_tables once more"
+                f"table {self.name!r}: its module now has a weight that {type(self._optimizer).__name__} does not "
+                "train: give the optimizer this weight, or close() the live tables and call live_tables again"
             )
         self._announcer.guard.settle()
         self._make_state()
@@ -292,8 +292,8 @@ class DTensorEmbedding(TorchEmbedding):
             if spread_of(tensor) != expected:
                 found = f"{tuple(tensor.shape)} {getattr(tensor, 'placements', 'of one rank')}"
                 raise LiveTableError(
-                    f"table {self.name!r}: found {slot} as {found}, expected {expected[0]} {expected[2]}, as its "
-                    "weight lies: call live_tables before the first step, and load no state of another layout"
+                    f"table {self.name!r}: found {slot} as {found}, expected {expected[0]} {expected[2]}, the layout "
+                    "of its weight: call live_tables before the first step, and load no state of another layout"
                 )
         return {slot: local_of(tensor).detach() for slot, tensor in whole.items()}
 

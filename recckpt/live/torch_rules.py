@@ -139,7 +139,7 @@ def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimiz
     own = [one for one in optimizers for group in groups_of(one) if any(weight is each for each in group["params"])]
     if len(own) > 1:
         kinds = ", ".join(type(one).__name__ for one in own)
-        raise LiveTableError(f"{len(own)} optimizers train it ({kinds}), expected one: leave it to one of them")
+        raise LiveTableError(f"{len(own)} optimizers train it ({kinds}), expected one: remove it from the others")
     if not own:
         if weight.requires_grad:
             raise LiveTableError("none of the optimizers trains it: give live_tables the one that does, or freeze it")
@@ -148,8 +148,8 @@ def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimiz
     rule = rule_of(optimizer)
     if rule is None:
         raise LiveTableError(
-            f"{type(optimizer).__name__} trains it, of which it is not known what it keeps of a row: use one of "
-            f"exactly these classes of torch: {', '.join(KNOWN)}"
+            f"{type(optimizer).__name__} trains it, whose state per row is not known: use one of exactly these torch "
+            f"classes: {', '.join(KNOWN)}"
         )
     group = next(group for group in optimizer.param_groups if any(weight is each for each in group["params"]))
     if why := rule.refusal(group):

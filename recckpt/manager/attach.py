@@ -266,16 +266,17 @@ def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]
         strange = [parameter for parameter in trained if id(parameter) not in own]
         if not trained:
             yield (
-                f"{item.label}: {item.kind} trains nothing: all its parameters are empty, since model.parameters() has "
-                "no rows of tables, which recckpt.recis.filter_out_sparse_param(model) gives to an optimizer of tables"
+                f"{item.label}: {item.kind} trains nothing: all its parameters are empty, because model.parameters() "
+                "contains no rows of tables; pass recckpt.recis.filter_out_sparse_param(model) to an optimizer of "
+                "tables"
             )
         elif strange:
             shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
             shapes += ", ..." if len(strange) > 3 else ""
             yield (
                 f"{item.label}: {item.kind} trains {plural(len(strange), 'parameter')} that the model does not have "
-                f"(shape {shapes}): attach a module that has all that is trained, such as a ModuleDict of the model "
-                "and its loss; or make the optimizer of the parameters that the model has now"
+                f"(shape {shapes}): attach a module with all trained parameters, such as a ModuleDict of the model "
+                "and its loss; or create the optimizer with the model's present parameters"
             )
 
 
@@ -287,7 +288,7 @@ def _about_schedulers(schedulers: Sequence[_Item], optimizers: Sequence[Optimize
         strange = [one for one in scheduled_by(item.obj) if id(one) not in known]
         if strange:
             kinds = ", ".join(dict.fromkeys(type(updater(one)).__name__ for one in strange))
-            yield f"{item.label}: {item.kind} is of an optimizer ({kinds}) that is not among the optimizers"
+            yield f"{item.label}: {item.kind} belongs to an optimizer ({kinds}) that is not among the optimizers"
 
 
 def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterator[str]:
@@ -302,7 +303,7 @@ def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterat
     for item in positions:
         if isinstance(item.obj, DataLoader) and not hasattr(item.obj, "state_dict"):
             yield (
-                f"{item.label}: a {item.kind} of torch does not know where it is in the data: give torchdata's "
+                f"{item.label}: a {item.kind} of torch does not know its position in the data: pass torchdata's "
                 "StatefulDataLoader, or ElasticLoader or ElasticShards of recckpt.positions, or a dataset that has "
                 "state_dict and load_state_dict, or omit it"
             )
@@ -324,7 +325,10 @@ def _live_tables(
         before = _live.get(id(model))
         is_before = is_all_well and before is not None and before.model is model
         if before is not None and is_before and {*map(id, before.optimizers)} != {*map(id, optimizers)}:
-            log.info("other optimizers train the model now: the manager that was attached for those of before is done")
+            log.info(
+                "other optimizers train the model now; the manager that was attached for the earlier "
+                "optimizers is closed"
+            )
             before.close()
         live = _live[id(model)] = live_tables(model, optimizers, **tables)
     else:

@@ -224,8 +224,8 @@ class Autosave:
         self._settle_for_save()
         if self._window.is_open():
             log.warning(
-                "saved between two updates of accumulated gradients, those so far are lost: a resume begins another "
-                "window here; save after an update"
+                "saved between two updates of accumulated gradients; the gradients accumulated so far are not "
+                "saved, and a resume begins a new window here; save after an update"
             )
         saved = self._save("regular", state, metrics, step, background=False)
         return saved.wait() if isinstance(saved, SaveHandle) else saved
@@ -292,7 +292,7 @@ class Autosave:
             log.error("%s", failure)
         finally:
             if self._schedule.forget():
-                log.warning("a save was due and put off, and is not made, since the run has failed")
+                log.warning("a save was put off and is not made now, because the run has failed")
             self._signals.release(self._window.take_signal())
 
     def settle(self, timeout_sec: float | None = None) -> bool:
@@ -335,11 +335,16 @@ class Autosave:
                 raise
             failed = error
             if self._failures >= tolerate.raise_after:
-                log.error("%d saves in a row have failed, of which the last is raised", self._failures)
+                log.error("%d consecutive saves have failed; raising the error of the last one", self._failures)
                 raise
             answer = tolerate.call
             if answer is None:
-                log.warning("%s (training goes on; %d in a row of %d)", error, self._failures, tolerate.raise_after)
+                log.warning(
+                    "%s (training continues; %d consecutive failures, at %d it stops)",
+                    error,
+                    self._failures,
+                    tolerate.raise_after,
+                )
             else:
                 if ranks.size > 1:
                     ranks = ranks.raising(lambda r, why: RecckptError(f"on_save_error failed on rank {r}: {why}"))
@@ -403,7 +408,9 @@ class Autosave:
         if not is_saved:
             for rank, each in enumerate(of_ranks):
                 if each.counted != of_ranks[0].counted:
-                    cause = f"it has counted {each.counted}, rank 0 {of_ranks[0].counted}: all count the same"
+                    cause = (
+                        f"it has counted {each.counted}, rank 0 {of_ranks[0].counted}: all ranks must count the same"
+                    )
                     raise self._info.failure(rank, cause)
             run.note_event(*(each.event_time for each in of_ranks))
         return own, is_saved

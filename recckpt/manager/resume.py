@@ -117,7 +117,7 @@ class Restorer:
         start = partial(self._start, lambda: LocatedBank([], Problems()), global_step, near=near, is_whole=is_whole)
         first = start(required=required)
         if not first.own:
-            log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
+            log.info("%s: no checkpoint to restore; starting from step 0", self._loader.storage.url)
             return 0
         resumed, self._resumed_with_bank = self._resumed_with_bank, ""
         if is_whole and first.own[0].manifest.save_id == resumed and self._run.is_saved:
@@ -251,7 +251,7 @@ class Restorer:
         is_whole, is_saved = map(all, zip(*wholes, strict=True))
         record, step = checkpoint.manifest, report.global_step
         if step is None and record.step is None:
-            log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
+            log.warning("%s was saved without a step, so steps are counted from 0", checkpoint.ckpt_id)
             step = 0
         near_order = record.order if is_whole and checkpoint.near_dir is not None else None
         self._run.go_on(record.state, step, near_order=near_order)
@@ -378,8 +378,8 @@ class Resumable(OneProcess):
         for name, loader in shuffling_loaders(sys._getframe()).items():
             made_stateful = f"{name} = torchdata.stateful_dataloader.StatefulDataLoader(...) and "
             log.warning(
-                "%s: a %s that shuffles, whose position is not saved: a run that resumes begins its data anew, in "
-                "another order; mend it by %sattach(..., loader=%s); loader=() where that is meant",
+                "%s: a %s that shuffles, but its position is not saved: a resumed run starts its data again, in "
+                "another order; to save the position, use %sattach(..., loader=%s); loader=() turns this warning off",
                 *(name, type(loader).__name__, "" if is_stateful(loader) else made_stateful, name),
             )
 

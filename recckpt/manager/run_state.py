@@ -22,12 +22,12 @@ log = logging.getLogger("recckpt")
 _DAY_SEC = 86_400.0
 _LONG_SEC = 30 * _DAY_SEC  # that the data seldom goes on by at once
 _AHEAD = (
-    "event_time %r (%s) is %.0f days ahead of the clock, and of the last one: it is not taken, nor are others like it. "
-    "Where the data is of that time, begin with it: manager.event_time = ..."
+    "event_time %r (%s) is %.0f days ahead of the clock and of the last event_time: this and similar values are "
+    "ignored. If the data really has this time, set it first: manager.event_time = ..."
 )
 _LEAP = (
-    "event_time %r (%s) is %.0f days later than the last one: tables that evict by it let all rows go that were not "
-    "seen since; where a record was wrong, set it back by manager.event_time = ..., on all ranks"
+    "event_time %r (%s) is %.0f days later than the last one: tables that evict by event time drop all rows not "
+    "looked up since; if a record was wrong, set it back by manager.event_time = ..., on all ranks"
 )
 WINDOWS, EPOCHS, METADATA = "windows", "epochs", "metadata"  # part of the format: in the state of a manifest
 
