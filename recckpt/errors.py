@@ -236,8 +236,8 @@ class ForkedError(RecckptError, RuntimeError):
     def __init__(self, what: str, made_by: int) -> None:
         super().__init__(
             f"{what} belongs to process {made_by} and is used in process {os.getpid()}, a fork of it, without the "
-            "threads and the claim on the output dir: create a new object in the child, or start the child by "
-            "multiprocessing's 'spawn' and create it there; to save in the child too, use a separate output dir"
+            "threads and the claim on the output dir: make a new one in the child, or start the child by "
+            "multiprocessing's 'spawn' and make it there; to save in the child too, use a separate output dir"
         )
         self.made_by = made_by
 

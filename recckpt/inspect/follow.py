@@ -149,7 +149,7 @@ class RunFollower:  # not thread-safe
 
     def _log_damage(self, directory: str, error: CorruptCheckpointError) -> None:
         if directory not in self._damaged:
-            log.error("%s is damaged and skipped: %s", self._storage.url_of(directory), error)
+            log.error("%s is damaged and passed over: %s", self._storage.url_of(directory), error)
         self._damaged.add(directory)
 
     def _note(self, record: Manifest) -> None:

@@ -117,7 +117,7 @@ class Restorer:
         start = partial(self._start, lambda: LocatedBank([], Problems()), global_step, near=near, is_whole=is_whole)
         first = start(required=required)
         if not first.own:
-            log.info("%s: no checkpoint to restore; starting from step 0", self._loader.storage.url)
+            log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
             return 0
         resumed, self._resumed_with_bank = self._resumed_with_bank, ""
         if is_whole and first.own[0].manifest.save_id == resumed and self._run.is_saved:

@@ -164,7 +164,7 @@ def test_a_map_that_gives_a_row_twice_is_refused():
     live = Keyed()
     table = AttachedKeyedTable(live)
     live.rows, live.counts = {1: 4, 2: 4}, {1: 1, 2: 1}
-    with pytest.raises(LiveTableError, match="not all different and among 130 rows"):
+    with pytest.raises(LiveTableError, match="repeated ids or rows, or rows outside 0 to 129"):
         Tracker().freeze(table)
 
 

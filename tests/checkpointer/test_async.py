@@ -127,7 +127,9 @@ def test_what_cannot_reach_the_writer_process_is_refused_at_once(make, tmp_path)
 
 
 def test_the_memory_of_one_process_is_no_place_for_another_to_write_to(make, memory_url):
-    with pytest.raises(ValueError, match="what another process writes to its memory is lost; use a SyncCheckpointer"):
+    with pytest.raises(
+        ValueError, match="the writer process gets a copy, so writes to its memory are lost; use a SyncCheckpointer"
+    ):
         make().save({"a": 1}, memory_url)
     with make_sync_checkpointer() as checkpointer:
         checkpointer.save({"a": torch.ones(2)}, memory_url)

@@ -213,7 +213,7 @@ def test_missing_keys_stay_as_they_are_or_are_named_where_that_is_asked(checkpoi
 
     loaded = checkpointer.load(tmp_path, template())
     assert (loaded["a"]["c"] is kept, loaded["d"], loaded["l"]) == (True, None, [{"y": 2, 3: 4}])
-    assert "4 keys are missing and stay as they are: a.c, d, l[0].y, l[0].3" in caplog.text
+    assert "4 keys are missing and stay unchanged: a.c, d, l[0].y, l[0].3" in caplog.text
     refused = template()
     with pytest.raises(StateMismatchError, match="pass strict=False") as caught:
         checkpointer.load(tmp_path, refused, strict=True)

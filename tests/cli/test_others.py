@@ -156,7 +156,7 @@ def test_without_torch_safetensors_is_read_and_for_others_a_line_says_that_it_ta
     assert (read.returncode, read.stderr) == (0, "")
     for path, format in ((as_dcp(tmp_path), "dcp"), (as_torch_file(tmp_path), "torch_state")):
         answer = run("ls", path)
-        expected = f"recckpt: {path}: to read {format} takes torch, which is not installed: pip install torch\n"
+        expected = f"recckpt: {path}: reading {format} needs torch, which is not installed: pip install torch\n"
         assert (answer.returncode, answer.stdout, answer.stderr) == (1, "", expected)
 
 

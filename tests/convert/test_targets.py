@@ -302,12 +302,14 @@ def test_an_increment_makes_the_newer_checkpoint_of_the_older_and_of_itself_none
 
 def test_an_increment_needs_a_checkpoint_below(tmp_path):
     run_with_chain(tmp_path / "run")
-    with pytest.raises(ConversionError, match="'x', which 'ckpt_3' does not stand on, expected one of ckpt_2, ckpt_1"):
+    with pytest.raises(
+        ConversionError, match="'x', which is not in the chain of 'ckpt_3', expected one of ckpt_2, ckpt_1"
+    ):
         export_checkpoint(tmp_path / "run", tmp_path / "out", to="parquet", since="x")
     for options in ({"to": "embedding"}, {"to": "parquet", "where": [1]}):
         with pytest.raises(ConversionError, match="at since"):
             export_checkpoint(tmp_path / "run", tmp_path / "out", since="ckpt_1", **options)
-    with pytest.raises(ConversionError, match="expected a checkpoint that it stands on, and it is full"):
+    with pytest.raises(ConversionError, match="expected a checkpoint of its chain; it is full"):
         export_checkpoint(tmp_path / "run/ckpt_1", tmp_path / "out", to="npy", since="ckpt_0")
     assert not (tmp_path / "out").exists()
 
@@ -316,7 +318,7 @@ def test_since_of_a_path_is_that_checkpoint_and_no_namesake(tmp_path):
     run_with_chain(tmp_path / "run")
     run_with_chain(tmp_path / "other")
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    with pytest.raises(ConversionError, match="other/ckpt_1', which 'ckpt_3' does not stand on, expected one of"):
+    with pytest.raises(ConversionError, match="other/ckpt_1', which is not in the chain of 'ckpt_3', expected one of"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", to="npy", since=str(tmp_path / "other/ckpt_1"))
     for number, root in enumerate(("run", "link")):
         since = str(tmp_path / root / "ckpt_1")

@@ -181,7 +181,7 @@ def test_tables_that_count_batches_by_themselves_are_refused(tmp_path):
 
 def test_a_strategy_that_steps_by_an_engine_of_its_own_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(SingleDeviceStrategy, "handles_gradient_accumulation", True)
-    with pytest.raises(ValueError, match="SingleDeviceStrategy steps by its own engine"):
+    with pytest.raises(ValueError, match="SingleDeviceStrategy steps in its own engine"):
         fit(tmp_path, Module(twins.with_table()))
 
 

@@ -258,7 +258,7 @@ def test_an_emergency_save_that_fails_is_logged_with_the_step_that_a_restart_goe
     assert fit_that_fails(tmp_path, "on_before_backward", 8, own=own, interval=100) == [(5, None)]
     [text] = [record.getMessage() for record in caplog.records if "no emergency checkpoint" in record.getMessage()]
     assert text.startswith("fit ended by RuntimeError: boom, and no emergency checkpoint is saved: SaveFailedError: ")
-    assert text.endswith("a restart goes on from step 5")
+    assert text.endswith("a restart resumes from step 5")
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_what_is_printed_says_what_the_map_costs(tmp_path):
     text = str(made(tmp_path)[2])
     assert "EmbeddingBag by raw ids" in text
     assert "zch_counts, zch_last_access_iter, zch_row" in text
-    assert "the map of its ids, 32 bytes each, is copied at a save while training waits" in text
+    assert "the map of its ids, 32 bytes per id, is copied at each save while training waits" in text
     assert "users.unassigned" in text
 
 

@@ -57,8 +57,8 @@ def failing(rank, root):
     except RuntimeError:
         assert rank == 0
     [text] = [text for text in TOLD.texts if "no emergency checkpoint" in text]
-    assert f"rank {rank} of 2 cannot know whether the others have failed too" in text
-    assert text.endswith("a restart goes on from step 4"), text
+    assert f"rank {rank} of 2 cannot know whether the other ranks have failed too" in text
+    assert text.endswith("a restart resumes from step 4"), text
     os._exit(0)  # which is how the other rank learns that it is alone
 
 

@@ -65,7 +65,7 @@ def what_is_not_rows_stays_dense(mesh):
     assert "its max_norm writes in forward passes" in text(laid_out(mesh, [Shard(0)], max_norm=1.0))
     model, cpu = nn.Sequential(nn.Embedding(8, 4)), torch.device("cpu")
     flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)
-    assert "where FullyShardedDataParallel has flattened it, use fully_shard" in text(flat)
+    assert "FullyShardedDataParallel flattens weights; use fully_shard" in text(flat)
 
 
 def based(mesh, placements, output_dir):
@@ -139,7 +139,7 @@ def another_weight_is_refused_and_another_place_is_not(root):
     model.to(torch.float32)
     assert holds_all(saver.save("moved"))
     model[0].weight = nn.Parameter(torch.zeros(9, 4))
-    with pytest.raises(LiveTableError, match="the model has other weights"):
+    with pytest.raises(LiveTableError, match="the model's weights were replaced"):
         saver.save("other")
 
 

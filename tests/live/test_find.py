@@ -115,11 +115,11 @@ def test_a_tied_weight_is_one_table_and_an_optimizer_within_a_wrapper_is_its(tow
         (lambda weight: [], "none of the optimizers trains it: give live_tables the one that does, or freeze it"),
         (
             lambda weight: [optim.SGD([weight]), optim.SGD([weight])],
-            "2 optimizers train it (SGD, SGD), expected one: leave it to one",
+            "2 optimizers train it (SGD, SGD), expected one: remove it",
         ),
         (
             lambda weight: [optim.RMSprop([weight])],
-            "RMSprop trains it, of which it is not known what it keeps of a row: use one of",
+            "RMSprop trains it, whose state per row is not known: use one of",
         ),
         (
             lambda weight: [optim.SGD([weight], momentum=0.9, dampening=0.1)],
@@ -134,7 +134,9 @@ def test_a_table_whose_optimizer_is_not_known_stays_dense_and_says_why(optimizer
 
 def test_a_weight_that_is_computed_from_others_stays_dense_and_one_without_memory_is_refused_by_name(tower):
     parametrize.register_parametrization(tower.users, "weight", nn.Softplus())
-    assert "not a live table: users: its weight is made of other tensors" in text(tower, optim.SGD(tower.parameters()))
+    assert "not a live table: users: its weight is computed from other tensors" in text(
+        tower, optim.SGD(tower.parameters())
+    )
     model = nn.Sequential(nn.Embedding(2000, 4, device="meta"))
     with pytest.raises(LiveTableError, match=r"table '0': embedding is .* on meta, expected memory: materialize it"):
         live_tables(model, optim.SGD(model.parameters()))
@@ -152,7 +154,7 @@ def test_a_frozen_weight_is_a_table_that_is_copied(tower):
     tower.users.weight.requires_grad_(False)
     table = found(tower, optim.SGD(tower.tags.parameters()))["users"]
     assert (table.marks, table.is_announced) == ("fingerprints", False)
-    assert "whoever writes it is not seen" in table.why
+    assert "so writes to it are not detected" in table.why
 
 
 def collection(kernel=None, **options):
@@ -164,7 +166,7 @@ def collection(kernel=None, **options):
     [
         (
             collection(stash_weights=True),
-            "its weights are stashed in forward passes, which frees what a save still reads: make it without stash_we",
+            "its weights are stashed in forward passes, which frees memory that a save still reads: create it without stash_we",
         ),
         (
             collection(SSDTableBatchedEmbeddingBags()),

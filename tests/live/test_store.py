@@ -108,7 +108,7 @@ def test_a_tensor_that_cannot_be_saved_is_refused_by_name(name, tensor, problem)
         store.snapshot("t")
     freed, store, _ = made()
     freed.held["embedding"].untyped_storage().resize_(0)
-    with pytest.raises(LiveTableError, match="whose memory is freed for now: save and load where it is there"):
+    with pytest.raises(LiveTableError, match="whose memory is freed at the moment: save and load when it is allocated"):
         store.snapshot("t")
 
 
@@ -240,9 +240,9 @@ def test_an_error_of_a_hook_is_logged_and_raised_by_the_next_save_alone(caplog):
     _, store, marks = made()
     with caplog.at_level(logging.ERROR):
         store.announce("no tensor")
-    assert "changes were not seen" in caplog.text
+    assert "changes were missed" in caplog.text
     assert changed(marks) is None
-    with pytest.raises(LiveTableError, match="its changes were not seen: AttributeError"):
+    with pytest.raises(LiveTableError, match="changes were missed: AttributeError"):
         store.snapshot("t")
     assert store.snapshot("t").n_rows == 20
 

@@ -37,7 +37,7 @@ def test_a_second_call_gives_the_same_tables_and_one_that_asks_for_others_is_ref
     if other == "optimizer":
         optimizer = optim.SGD(model.parameters())
     names = {"users": "u"} if other == "names" else None
-    with pytest.raises(LiveTableError, match=r"has live tables already.*close\(\)"):
+    with pytest.raises(LiveTableError, match=r"already has live tables.*close\(\)"):
         live_tables(model, optimizer, min_rows=10, names=names)
     tables.close()
     assert live_tables(model, optimizer, min_rows=10, names=names) is not tables
@@ -51,7 +51,7 @@ def test_closing_removes_all_hooks_and_ends_what_savers_can_do(tmp_path):
     assert n_hooks(model, optimizer) == 0
     with pytest.raises(LiveTableError, match="'users': it is closed"):
         saver.save("a")
-    with pytest.raises(LiveTableError, match="are closed: call live_tables once more"):
+    with pytest.raises(LiveTableError, match="are closed: call live_tables again"):
         Saver(model, output_dir=str(tmp_path), tables=tables)
 
 
@@ -268,5 +268,5 @@ def test_what_is_no_table_is_refused_and_so_are_two_of_one_name():
         recckpt.live.LibraryTable  # noqa: B018
     tables = live_tables(model, adapters=[memory])
     assert live_tables(model, adapters=[memory]) is tables
-    with pytest.raises(LiveTableError, match="the model has live tables already, and others are asked for"):
+    with pytest.raises(LiveTableError, match="the model already has live tables that differ from the requested ones"):
         live_tables(model, adapters=[Memory()])

@@ -189,7 +189,7 @@ def test_a_write_that_torch_does_not_count_is_found_by_the_next_save_of_a_small_
     run.train()
     assert save(run)[1]["users"] == (N_ROWS, False)
     [warning] = caplog.messages
-    assert "table 'users': found 1 rows that changed and were not marked, such as [3]" in warning
+    assert "table 'users': found 1 changed rows that no hook had marked, such as [3]" in warning
     assert "fingerprints  a save found rows" in str(run.tables)
     assert holds_all(save(run, "copied"))
     run.train()
@@ -209,7 +209,7 @@ def test_a_second_optimizer_that_steps_the_same_weights_is_noticed(run, monkeypa
     run.model.users(ids(3)).sum().backward()
     stranger.step()
     gate.open()
-    with pytest.raises(LiveTableError, match="give live_tables the optimizer that makes it"):
+    with pytest.raises(LiveTableError, match="pass the optimizer that makes the change to live_tables"):
         handle.wait()
 
 
@@ -362,7 +362,7 @@ def test_a_weight_in_shared_memory_is_saved_by_fingerprints_of_a_copy(tmp_path, 
     run.model.cpu().share_memory()
     run.row_optim = optim.SGD([run.model.users.weight, run.model.items.weight], lr=0.1)
     run.tables = live_tables(run.model, [run.row_optim], min_rows=10)
-    assert "table 'users': it lies in shared memory: what other processes write is not seen" in caplog.text
+    assert "table 'users': it lies in shared memory, so writes of other processes are not detected" in caplog.text
     assert "fingerprints  it lies in shared memory" in str(run.tables)
     run.saver = run.new_saver(tmp_path, deltas=True)
     run.saver.save("base", step=0)
@@ -456,8 +456,12 @@ def test_what_other_modules_write_to_a_tied_weight_is_announced(tmp_path, how):
 @pytest.mark.parametrize(
     ("n_rows", "what", "text"),
     [
-        (N_ROWS, "weight", "its module has another weight than Adagrad trains"),
-        (N_ROWS + 1, "module", "the model has other weights than those that live_tables took"),  # a resized vocabulary
+        (N_ROWS, "weight", "its module now has a weight that Adagrad does not train"),
+        (
+            N_ROWS + 1,
+            "module",
+            "the model's weights were replaced after live_tables was called",
+        ),  # a resized vocabulary
     ],
 )
 def test_what_takes_the_place_of_a_weight_and_is_not_trained_is_refused_by_name(run, n_rows, what, text):

@@ -158,7 +158,7 @@ def test_a_model_is_attached_anew_with_other_optimizers_as_in_a_notebook(tmp_pat
     again.step()
     manager.step()
     manager.close()
-    with pytest.raises(LiveTableError, match="it is closed, so its changes are not noted"):
+    with pytest.raises(LiveTableError, match="it is closed, so changes are no longer recorded"):
         before.saver.save("before")
 
 
@@ -185,7 +185,7 @@ def test_all_that_has_no_place_is_named_at_once_and_nothing_is_made(tmp_path):
     for said in (
         "the SparseAdamW that trains 'item' is not among them",
         "Adam trains 2 parameters that the model does not have (shape (2, 2), (2,))",
-        "StepLR is of an optimizer (SGD) that is not among the optimizers",
+        "StepLR belongs to an optimizer (SGD) that is not among the optimizers",
         "torchdata's StatefulDataLoader",
         "did you mean 'word'?",
     ):

@@ -373,7 +373,7 @@ def test_what_was_put_off_is_not_dropped_without_a_word(tmp_path, gate, caplog):
     with pytest.raises(LookupError), pressed.run.manager:
         raise LookupError
     assert (pressed.run.manager.counts, steps_of(pressed.run)) == (SaveCounts(begun=1, dropped=2), [2])
-    assert "a save was due and put off, and is not made, since the run has failed" in caplog.text
+    assert "a save was put off and is not made now, because the run has failed" in caplog.text
 
 
 def test_a_save_of_any_kind_makes_up_for_what_was_put_off(tmp_path, gate, caplog):

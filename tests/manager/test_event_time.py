@@ -185,7 +185,7 @@ def test_one_record_that_is_years_ahead_changes_nothing_and_is_said_once(tmp_pat
     assert manager.event_time == now - DAY + 5 * 3600
     assert [entry.ckpt_id for entry in list_checkpoints(tmp_path)] == ["ckpt_1", "ckpt_3", "ckpt_5"]
     [message] = [record.message for record in caplog.records if "event_time" in record.message]
-    assert "days ahead of the clock, and of the last one: it is not taken" in message
+    assert "days ahead of the clock and of the last event_time: this and similar values are ignored" in message
     manager.close()
 
 

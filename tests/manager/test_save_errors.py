@@ -77,7 +77,7 @@ def test_training_goes_on_without_the_saves_that_fail_and_says_so(tmp_path, disk
     train(manager, 2)
     disk.is_full = True
     train(manager, 3)
-    assert caplog.text.count("training goes on; 1 in a row of 3") == 1
+    assert caplog.text.count("training continues; 1 consecutive failures, at 3 it stops") == 1
     assert "saving 'ckpt_4' failed on rank 0: OSError: [Errno 28] No space left on device" in caplog.text
     failed = Watcher(open_storage(str(tmp_path))).look().failed
     assert [(each.ckpt_id, each.step) for each in failed] == [("ckpt_4", 4)]

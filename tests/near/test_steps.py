@@ -167,7 +167,10 @@ def test_a_save_by_hand_that_loses_gradients_warns_and_one_that_is_put_off_is_ma
     train(made, steps)
     made[-1].save()
     assert steps_in(tmp_path) == [steps]
-    assert sum("those so far are lost" in record.message for record in caplog.records) == n_warnings
+    assert (
+        sum("the gradients accumulated so far are not saved" in record.message for record in caplog.records)
+        == n_warnings
+    )
     made = manager_of(tmp_path / "put off")
     train(made, 6)
     made[-1].close()

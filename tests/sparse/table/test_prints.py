@@ -277,7 +277,7 @@ def test_an_audit_fails_the_save_that_lacks_a_row_and_the_next_holds_all(audit):
             frozen.failed()
             error = missed
     assert (error.table, error.n_rows, error.ids) == ("t", 1, [7])
-    assert "found 1 rows that changed and were not marked, such as [7]" in str(error)
+    assert "found 1 changed rows that no hook had marked, such as [7]" in str(error)
     assert n_saves < audit
     frozen = tracker.freeze(table)
     assert frozen.is_replaced(str(n_saves))
@@ -295,7 +295,7 @@ def test_a_row_that_was_missed_makes_the_save_that_looks_at_it_hold_all(caplog):
     live.write(9)
     assert save(tracker, table, "a", "b")[0] == list(range(N_ROWS))
     [warning] = caplog.messages
-    assert "table 't': found 1 rows that changed and were not marked, such as [7]" in warning
+    assert "table 't': found 1 changed rows that no hook had marked, such as [7]" in warning
     assert "Write to the weight itself, under torch.no_grad()" in warning
     frozen = tracker.freeze(table)
     assert frozen.is_replaced("b"), "what is not seen may have written while that save read"
