@@ -166,7 +166,7 @@ def collection(kernel=None, **options):
     [
         (
             collection(stash_weights=True),
-            "its weights are stashed in forward passes, which frees memory that a save still reads: create it without stash_we",
+            "its weights are stashed in forward passes, which frees memory that a save still reads",
         ),
         (
             collection(SSDTableBatchedEmbeddingBags()),

@@ -189,8 +189,8 @@ def test_a_write_that_torch_does_not_count_is_found_by_the_next_save_of_a_small_
     run.train()
     assert save(run)[1]["users"] == (N_ROWS, False)
     [warning] = caplog.messages
-    assert "table 'users': found 1 changed rows that no hook had marked, such as [3]" in warning
-    assert "fingerprints  a save found rows" in str(run.tables)
+    assert "table 'users': found 1 rows that changed and were not marked, such as [3]" in warning
+    assert "fingerprints  a save found changed rows" in str(run.tables)
     assert holds_all(save(run, "copied"))
     run.train()
     write_data(run)

@@ -194,7 +194,7 @@ def test_a_restore_names_each_shuffling_loader_of_its_callers_once_where_none_is
     assert (
         "same = torchdata.stateful_dataloader.StatefulDataLoader(...) and attach(..., loader=same)" in by_name["same"]
     )
-    assert "mend it by attach(..., loader=of_torchdata)" in by_name["of_torchdata"]
+    assert "to save the position, use attach(..., loader=of_torchdata)" in by_name["of_torchdata"]
 
 
 def test_a_loader_of_torchdata_nodes_goes_on_where_it_was_and_is_saved_at_once_as_it_was_loaded(tmp_path):

@@ -295,7 +295,7 @@ def test_a_row_that_was_missed_makes_the_save_that_looks_at_it_hold_all(caplog):
     live.write(9)
     assert save(tracker, table, "a", "b")[0] == list(range(N_ROWS))
     [warning] = caplog.messages
-    assert "table 't': found 1 changed rows that no hook had marked, such as [7]" in warning
+    assert "table 't': found 1 rows that changed and were not marked, such as [7]" in warning
     assert "Write to the weight itself, under torch.no_grad()" in warning
     frozen = tracker.freeze(table)
     assert frozen.is_replaced("b"), "what is not seen may have written while that save read"
