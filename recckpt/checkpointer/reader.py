@@ -245,8 +245,7 @@ class StoredState:
         return memory
 
     def _read_into(self, stored: Tensor, begin: int, data: npt.NDArray[np.uint8], where: str) -> None:
-        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum if this is the whole
-        storage."""
+        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum of a whole storage."""
         record = self._records[stored.untyped_storage()._cdata]
         self._file.seek(record.header_offset)
         header = self._file.read(_HEADER.size)
