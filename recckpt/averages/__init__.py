@@ -1,4 +1,4 @@
-"""Averages of the rows of tables over the steps of training, as EMA keeps them of dense parameters."""
+"""Exponential moving averages (EMA) of table rows over the steps of training."""
 
 from recckpt.averages.row_average import RowAverage
 

@@ -1,4 +1,4 @@
-"""Averages of the rows of tables; dense parameters are averaged by torch."""
+"""Averages of table rows; torch averages dense parameters."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _NO_IDS = np.empty(0, np.int64)
 
 
 class Follower:
-    """Marks of one table for one average of it, since the last update.
+    """Tracks which rows of a table changed since the last update of one average of the table.
 
-    A new id begins at its :func:`first_embeddings`, as the row of an ``nn.Embedding`` before its first step. Rows from
-    :meth:`HashTable.insert` or a load, and those that follow ``clear()``, begin at their values.
+    The average of a new id begins at :func:`first_embeddings`, like a row of an ``nn.Embedding`` before its first step.
+    The average of a row from :meth:`HashTable.insert`, from a load or after ``clear()`` begins at the row's value.
     """
 
     def __init__(self, table: RowTable) -> None:
         self.table = weakref.ref(table)
         self._tracker = Tracker()
         self._inserted: list[Int64s] = []  # ids that insert() has added since the last update
-        self._eras: tuple[object, object] | None = None  # of both stores at the last update
+        self._eras: tuple[object, object] | None = None  # eras of the table's and the average's store, last update
         table.followers.append(weakref.ref(self))
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> None:
-        """A copy of an average has none, and takes all rows at its first update."""
+        """Return None: a copied average has no follower, so its first update reads all rows."""
 
     def note_inserted(self, ids: Int64s) -> None:
-        """Note ids that ``insert`` adds."""
+        """Record ids that ``insert`` adds to the table."""
         self._inserted.append(ids)
 
     def update(self, table: RowTable, average: AverageStore, kept: float) -> None:
-        """Average the rows that have changed, and drop those that are gone."""
+        """Update the averages of rows that have changed, and drop the averages of erased rows."""
         with table.store.lock, average.lock:
             frozen = self._tracker.freeze(table, {EMBEDDING})
             try:
@@ -72,10 +72,10 @@ class Follower:
             gone = own[store.find(own) < 0]
         else:
             changes = frozen.delta(_BASE, narrows=False)
-            rows, gone = changes.rows, changes.erased  # one that is there again begins anew
+            rows, gone = changes.rows, changes.erased  # an erased id that was inserted again starts a new average
         average.drop(gone)
-        # Ids whose rows do not begin at their first embeddings; None for all, if the table was loaded or cleared and
-        # the average was not.
+        # New ids whose averages begin at the row's value, not at its first embedding. None means all new ids, because
+        # the table was loaded or cleared and the average was not.
         inserted: Int64s | None = distinct(_NO_IDS, *self._inserted)
         if self._eras is not None and table.store.rows.era is not self._eras[0] and average.rows.era is self._eras[1]:
             inserted = None
@@ -89,7 +89,10 @@ class Follower:
             average.update(ids, values, kept, first)
 
     def _first(self, table: RowTable, new_ids: Int64s, inserted: Int64s | None) -> Tensor:
-        """Return what new ids begin at; with FromRow their values now, since the other row may have changed."""
+        """Return the values at which averages of new ids begin.
+
+        With FromRow, use the current values, because the row that they were copied from may have changed since.
+        """
         if isinstance(table.initializer, FromRow):
             inserted = None
         if inserted is None or np.isin(new_ids, inserted).any():
@@ -104,10 +107,10 @@ class Follower:
 
 
 class AverageTable(HashTable):
-    """The averages of the table ``of``, empty at first.
+    """The averages of the rows of the table named ``of``; empty at first.
 
-    Look-ups only read, in training mode too. Optimizer slots, counters, admission and eviction stay with the followed
-    table: rows that go there go here.
+    Look-ups only read, also in training mode. This table has no optimizer slots, counters, admission or eviction; when
+    the followed table drops a row, the next update drops its average.
     """
 
     is_trained = False
@@ -126,15 +129,15 @@ class AverageTable(HashTable):
         self._follower: Follower | None = None
 
     def follow(self, table: RowTable, kept: float) -> None:
-        """Make an update that keeps this share of the average, after a step of the table."""
+        """Update the averages after a step of the table; ``kept`` is the share of the old average that stays."""
         if self._follower is None or self._follower.table() is not table:
             self._follower = Follower(table)
         self.padding_id = table.padding_id
         self._follower.update(table, self.store, kept)
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
-        """Become a copy of an average, or hold the rows of another table until the next update."""
-        with other.store.lock if isinstance(other, RowTable) else nullcontext():  # rows of one moment
+        """Copy all averages of ``other``; if it is not an average, hold its rows until the next update."""
+        with other.store.lock if isinstance(other, RowTable) else nullcontext():  # a consistent state of all rows
             ids, embeddings = flat_ids(other.ids()), other.embeddings()
             rows = other.store.to(self.device) if isinstance(other, AverageTable) else None
         check_owned(self.name, self.slice, ids)
@@ -151,25 +154,25 @@ class RowAverage:
     """The exponential moving average of the rows of a model.
 
     Averages of parameters, such as ``torch.optim.swa_utils.AveragedModel``, do not include rows of tables. Each
-    :meth:`update` makes an average ``decay * average + (1 - decay) * row``; its cost grows with the rows that have
-    changed since the last one. A new id begins at its first embeddings, like the row of an ``nn.Embedding``; erased ids
-    go.
+    :meth:`update` sets each average to ``decay * average + (1 - decay) * row``. The cost of an update grows with the
+    number of rows that have changed since the last update. The average of a new id begins at its first embedding, like
+    the row of an ``nn.Embedding``. The averages of erased ids are dropped.
 
-    The averages are tables of their own, ``f"{table}.{name}"``, in state dicts beside those of the model: a
-    :class:`recckpt.Saver` or manager of the model saves and restores them, so make this before ``restore()``.
+    The averages are tables named ``f"{table}.{name}"``. State dicts of the model include these tables, so a
+    :class:`recckpt.Saver` or manager of the model saves and restores them. Make the RowAverage before ``restore()``.
 
     Not collective: each rank averages the rows that it owns. Not thread-safe.
 
     Args:
         model: the model that is trained.
-        decay: the share of the average that an update keeps, 0 to 1.
+        decay: the share of the old average that an update keeps, 0 to 1.
         name: suffix of the averages' names; several averages of one model need different ones.
 
     Attributes:
-        decay: as it was given.
+        decay: the argument ``decay``.
 
     Raises:
-        ValueError: ``decay`` is out of range, the model has no tables, or a table has an average of this name.
+        ValueError: ``decay`` is out of range, the model has no tables, or a table already has an average of this name.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, name: str = "average") -> None:
@@ -188,18 +191,18 @@ class RowAverage:
 
     @property
     def tables(self) -> Mapping[str, HashTable]:
-        """The averages by the names of their tables; read them like any table, but do not train them."""
+        """Name of a table -> the table of its averages. Read them like any table, but do not train them."""
         return dict(self._averages)
 
     def update(self, decay: float | None = None) -> None:
-        """Average the rows that have changed; call it after each step of the optimizers, or each n-th.
+        """Update the averages; call this after each optimizer step, or after each n-th.
 
         Args:
-            decay: for this update only, such as a warm-up; None for the usual one.
+            decay: the decay of this update alone, such as during a warm-up; None for the attribute ``decay``.
 
         Raises:
-            ValueError: ``decay`` is out of range, or the model has other tables than before, or a resized one.
-            RuntimeError: this is inside :meth:`swap`.
+            ValueError: ``decay`` is out of range, or tables of the model were added, removed or resized.
+            RuntimeError: the call is inside :meth:`swap`.
         """
         kept = self.decay if decay is None else _checked(decay)
         self._refuse_swapped("update()")
@@ -208,15 +211,15 @@ class RowAverage:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Show the averages in place of the model's rows inside ``with``: for validation, or to save the averages.
+        """Make the model's tables read the averages inside ``with``: to validate with the averages, or to save them.
 
-        No row moves. Look-ups insert and count nothing, also in training mode; sparse optimizers refuse to step, and
-        tables refuse all other changes of rows, as by ``insert`` or a load. A save or copy inside holds the averages,
-        without the optimizer's slots. Dense layers stay as trained: average them by
-        ``torch.optim.swa_utils.AveragedModel``, and show both together (docs/rows.md).
+        No row is copied. Look-ups insert and count nothing, also in training mode. Sparse optimizers refuse to step,
+        and tables refuse all other changes of rows, such as ``insert`` or a load. A save or copy inside ``with`` holds
+        the averages, without the optimizer's slots. Dense layers stay as trained: average them with
+        ``torch.optim.swa_utils.AveragedModel``, and use both together (docs/rows.md).
 
         Raises:
-            RuntimeError: this is inside another ``swap()``.
+            RuntimeError: the call is inside another ``swap()``.
         """
         self._refuse_swapped("swap()")
         with ExitStack() as shown:
@@ -229,10 +232,10 @@ class RowAverage:
                 self._is_swapped = False
 
     def apply(self) -> None:
-        """Set the rows of the model to their averages; slots of optimizers stay.
+        """Set the rows of the model to their averages; optimizer slots stay unchanged.
 
         Raises:
-            RuntimeError: this is inside :meth:`swap`.
+            RuntimeError: the call is inside :meth:`swap`.
         """
         self._refuse_swapped("apply()")
         for average, table in self._pairs():
@@ -246,7 +249,7 @@ class RowAverage:
                     table.store.write(rows[present], {EMBEDDING: values})
 
     def _pairs(self) -> list[tuple[AverageTable, HashTable]]:
-        """Return the averages, each with its table; ValueError if the model has other tables now, or a resized one."""
+        """Return (average, table) for each table; ValueError if tables of the model were added, removed or resized."""
         tables = {table.name: table for table in _trained_tables(self._model)}
         if tables.keys() != self._averages.keys():
             raise ValueError(

@@ -1,10 +1,12 @@
-"""The rows of an average: the average, the model's value it drifts to, and since when; read as of one moment.
+"""The rows of an average table. An update costs nothing for rows of the model that have not changed.
 
-An update turns an average ``e`` and a value ``w`` of the model into ``kept * e + (1 - kept) * w``. While ``w`` stays,
-many updates are one that keeps the product of their shares. So a row holds its average and the model's value as of the
-last update at which that value changed, and the time of it on a clock that advances by ``-log(kept)`` with each update.
+An update turns an average ``e`` and a value ``w`` of the model into ``kept * e + (1 - kept) * w``. While ``w`` does not
+change, n updates equal one update whose ``kept`` is the product of all n. So a row stores three things, written at the
+last update that saw a new ``w``: its average then, ``w``, and the time. Readers compute the present average from these.
+Time is a clock that each update advances by ``-log(kept)``.
 
-The clock is an integer: its differences are exact, so a row saved by its distance to the clock goes on bit for bit.
+The clock is an integer, so differences of times are exact. A row is saved with its distance to the clock, so after a
+restore its average is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
-UNKNOWN = -(1 << 63)  # in place of a time: the row is its average, and what it drifts to is not known
-_TICKS = 1 << 40  # of the clock while a share falls by a factor of e
+UNKNOWN = -(1 << 63)  # in place of a time: the stored average is the present one, and the model's value is not known
+_TICKS = 1 << 40  # ticks of the clock in which the share of an average falls by a factor of e
 _NOTHING = 750  # exp(-750) is 0.0
 _COMPILED = {torch.float32, torch.float64}
 _CLOCK_END = 1 << 61  # far from where int64 ends
 _PIECE = 1 << 16  # rows at a time
 Bytes = npt.NDArray[np.uint8]
-FROM, OF, SINCE = "average_from", "average_of", "average_since"  # part of the format
-_COLUMNS = {FROM: EMBEDDING, OF: OF, SINCE: SINCE}  # slot of a snapshot -> of the store
+# Part of the format: the stored average, the model's value, and the time at which both were written.
+FROM, OF, SINCE = "average_from", "average_of", "average_since"
+_COLUMNS = {FROM: EMBEDDING, OF: OF, SINCE: SINCE}  # slot of a snapshot -> column of the store
 
 
 def ticks(kept: float) -> int:
@@ -44,14 +47,14 @@ def ticks(kept: float) -> int:
 
 
 def weights(times: Int64s, clock: int) -> Float64s:
-    """Return the share of the average that each row still has."""
+    """Return, per row, the share of the stored average in the present average; the rest is the model's value."""
     is_known = times != UNKNOWN
     ages = np.where(is_known, np.maximum(clock - np.where(is_known, times, clock), 0), 0)
     return np.exp(ages / -_TICKS)
 
 
 def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype) -> Tensor:
-    """Return ``share * average + (1 - share) * value`` for each row, in float64, rounded once; exact for 0 and 1."""
+    """Return ``share * average + (1 - share) * value`` per row, in float64, rounded once; exact for shares 0 and 1."""
     if averages.device.type == "cpu" and {averages.dtype, values.dtype, dtype} <= _COMPILED:
         out = torch.empty(averages.shape, dtype=dtype, device="cpu")
         rows, others = averages.contiguous().flatten(1), values.contiguous().flatten(1)
@@ -65,7 +68,7 @@ def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype
 
 @compiled
 def _mix(averages: Any, values: Any, shares: Any, out: Any) -> None:
-    """Mix row by row: a row's result does not depend on other rows."""
+    """Write the mixed rows to ``out``, one row at a time, so that a row's result does not depend on other rows."""
     for i in range(len(shares)):
         share, rest = shares[i], 1.0 - shares[i]
         for j in range(out.shape[1]):
@@ -78,14 +81,14 @@ def _mix(averages: Any, values: Any, shares: Any, out: Any) -> None:
 
 
 class AverageStore(RowStore):
-    """A store whose ``embedding`` is the average at the time ``SINCE``, and ``OF`` the model's row since then.
+    """The store of an average table: ``embedding`` is the average at the time ``SINCE``, ``OF`` the model's row since.
 
-    Rows that come otherwise, as from a load, have times as distances to the present clock, or none; a row without a
-    time stays as it is until the next update.
+    Rows that are written from outside, such as by a load, have times relative to the present clock, or no time. The
+    average of a row without a time does not change until the next update.
 
     Attributes:
         clock: the present time.
-        is_given: whether rows have come otherwise than by an update since the last one.
+        is_given: whether rows were written or erased from outside since the last update.
     """
 
     def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
@@ -95,7 +98,7 @@ class AverageStore(RowStore):
 
     @classmethod
     def of(cls, store: RowStore) -> AverageStore:
-        """Make an empty average of the rows of an empty store."""
+        """Return an empty store for averages of rows like those of ``store``, an empty store."""
         columns, initial = {EMBEDDING: store.columns[EMBEDDING]}, {EMBEDDING: store.rows.initial[EMBEDDING]}
         rows, spec = Rows(store.device, columns, initial), columns[EMBEDDING].spec
         rows.add_column(SlotSpec(OF, spec.dtype, spec.shape), 0)
@@ -127,7 +130,7 @@ class AverageStore(RowStore):
             return super().erase(ids)
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return the averages as of now; they are computed when they are read."""
+        """Return a snapshot of the averages at this moment; an average is computed when it is read."""
         with self.lock:
             return AverageSnapshot(super().snapshot(name), slots, self.clock)
 
@@ -137,7 +140,7 @@ class AverageStore(RowStore):
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The averages, and what they are made of."""
+        """The columns of the store, and ``FROM`` for the stored average, because a save writes both averages."""
         spec = replace(self.columns[EMBEDDING].spec, name=FROM)
         return {**self.columns, FROM: Column(spec, self.device)}
 
@@ -152,16 +155,17 @@ class AverageStore(RowStore):
         return self._averages(self.columns, np.arange(len(self)), self.columns[EMBEDDING].dtype)
 
     def filled_by(self, slots: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the columns of a saved average; of another table, its embeddings alone."""
+        """Return column -> slot that fills it: all columns from a saved average, else the embeddings alone."""
         if {FROM, OF, SINCE} <= slots.keys():
             return {EMBEDDING: slots[FROM], OF: slots[OF], SINCE: slots[SINCE]}
         return {EMBEDDING: slots[EMBEDDING]} if EMBEDDING in slots else {}
 
     def update(self, ids: Int64s, values: Tensor, kept: float, first: FirstValues) -> None:
-        """Average rows with distinct rows of the model; a new row begins at ``first(ids)``.
+        """Move averages toward values of the model, and keep the share ``kept`` of the old averages.
 
-        A row whose value has not changed since the last update is left to drift. Changes are seen after
-        :meth:`advance`.
+        The ids are distinct. The average of a new id begins at ``first(ids)``. The stored row of an id does not change
+        if the model's value equals that of the last update, because readers compute the average from the clock. The
+        update takes effect with :meth:`advance`.
         """
         with self.lock:
             columns, values = self.columns, values.to(self.device)
@@ -182,9 +186,9 @@ class AverageStore(RowStore):
         super().erase(ids)
 
     def advance(self, kept: float) -> None:
-        """Advance the clock by an update whose changed rows are there."""
+        """Advance the clock by one update, after :meth:`update` has written the changed rows."""
         with self.lock:
-            if self.clock > _CLOCK_END:  # it begins at 0 again; rows so old that an int64 might end stay in place
+            if self.clock > _CLOCK_END:  # restart the clock at 0; clamp the times of very old rows to avoid an overflow
                 for begin in range(0, len(self), _PIECE):
                     rows = np.arange(begin, min(begin + _PIECE, len(self)))
                     times = self.columns[SINCE].gather(rows)
@@ -194,7 +198,7 @@ class AverageStore(RowStore):
             self.clock += ticks(kept)
             self.is_given = False
             if ticks(kept):
-                self._observers.replaced()  # each row has moved: a delta holds them all
+                self._observers.replaced()  # every average has changed, so a delta holds all rows
 
     def _averages(self, columns: Mapping[str, Column], rows: Int64s, dtype: torch.dtype) -> Tensor:
         with self.lock:  # a row and its time are read together
@@ -207,7 +211,7 @@ class AverageStore(RowStore):
         super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
 
     def _dated(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Give values from outside times of this clock."""
+        """Return values from outside with absolute times: their times are relative to the present clock."""
         self.is_given = True
         if EMBEDDING not in values:
             return values
@@ -223,9 +227,9 @@ def _some(values: Tensor, rows: Int64s) -> Tensor:
 
 
 class AverageSnapshot(SnapshotOver):
-    """A snapshot whose ``embedding`` is the average of that moment, and ``FROM`` that of the store.
+    """A snapshot whose ``embedding`` is the average at its moment, and whose ``FROM`` is the average in the store.
 
-    Times are distances to the clock of that moment, 0 or less.
+    Times are relative to the clock at its moment, so they are 0 or less.
     """
 
     def __init__(self, rows: Snapshot, slots: Collection[str] | None, clock: int) -> None:

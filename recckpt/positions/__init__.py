@@ -1,4 +1,4 @@
-"""Data whose position goes over to any number of ranks: each sample of an epoch is used once, whoever restores."""
+"""Data with a saved position that any number of ranks can restore: each sample is used once per epoch."""
 
 from recckpt.positions.epochs import ElasticLoader
 from recckpt.positions.files import ElasticFiles

@@ -1,6 +1,6 @@
-"""Epochs that are dealt to ranks, and what is left of one anew where their number changes; and batches of a dataset.
+"""Distributes epochs among ranks; if the number of ranks changes within an epoch, distributes the rest of it again.
 
-Nothing is sent between the ranks.
+Ranks send each other nothing.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ _INSTEAD = "or leave it out with 'exclude': ['io_state'], and the data begins an
 
 @dataclass(frozen=True)
 class _Deal:
-    """What is left of an epoch, by places in its order, of which rank r of n gets the r-th and each n-th behind it."""
+    """The unused places of an epoch; a place is an index in the epoch's order.
 
-    size: int  # places of the epoch
+    The share of rank r of n ranks is each n-th unused place, from the r-th on.
+    """
+
+    size: int  # number of places in the epoch
     epoch: int = 0
-    left: Places = field(default_factory=lambda: np.empty(0, np.int64))  # places below ``begin``, ascending
-    begin: int = 0  # from here on all are left
+    left: Places = field(default_factory=lambda: np.empty(0, np.int64))  # unused places below ``begin``, ascending
+    begin: int = 0  # all places from here on are unused
 
     def __len__(self) -> int:
         return len(self.left) + self.size - self.begin
 
     def share(self, rank: int, ranks: int) -> Places:
-        """Return the places of a rank, in its order."""
+        """Return the unused places of a rank, in the order in which the rank uses them."""
         first = self.begin + (rank - len(self.left)) % ranks
         rest = np.arange(first, self.size, ranks, dtype=np.int64)
         return np.concatenate([self.left[rank::ranks], rest])
 
     def after(self, used: Sequence[int]) -> _Deal:
-        """Return what is left once each of the ranks has used so many places of its share."""
+        """Return the unused places after rank r has used the first ``used[r]`` places of its share."""
         ranks, n_left, of_ranks = len(used), len(self.left), np.asarray(used, np.int64)
         low, high = (min(len(self), int(bound) * ranks) for bound in (of_ranks.min(), of_ranks.max()))
-        between = np.arange(low, high, dtype=np.int64)  # before it all are used, behind it none
+        between = np.arange(low, high, dtype=np.int64)  # all places before these are used, all behind are not
         between = between[between // ranks >= of_ranks[between % ranks]]
         below, above = between[between < n_left], between[between >= n_left]
         left = np.concatenate([self.left[below], above - n_left + self.begin, self.left[high:]])
@@ -54,12 +57,12 @@ class _Deal:
 
 
 class Elastic:
-    """A position in epochs of data: how the epoch was dealt to the ranks, and how much of its share this one has used.
+    """A position in epochs of data: how the epoch is distributed among ranks, and how much this rank has used.
 
     Args:
-        size: places of an epoch.
-        unit: what a place is, in the plural.
-        names: of the places, which tell the data from other data; empty where nothing but their number does.
+        size: number of places in an epoch.
+        unit: what a place holds, in the plural, for messages; such as "samples".
+        names: one name per place, by which a load recognizes other data; empty to compare the number of places alone.
     """
 
     def __init__(
@@ -81,40 +84,40 @@ class Elastic:
         self._names, self._content = names, _content_of(names)
         self._deal, self._used = _Deal(size), 0
         self._rank, self._ranks = self._this_rank()
-        self._parts = dict[int, int]()  # places of which some rows were used: how many
-        self._iterator = 0  # the number of the one that counts; those before it are over
+        self._parts = dict[int, int]()  # partly used place -> number of used rows
+        self._iterator = 0  # the number of the newest iterator; all older iterators are over
         self._is_loaded = self._has_given = False  # within the epoch
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that the position is in, from 0."""
+        """The number of the present epoch, from 0."""
         return self._deal.epoch
 
     def dump_io_state(self) -> State:
-        """Return the position of this rank: behind the batch that was given last."""
+        """Return the position of this rank, which is behind the last batch that the iterator gave."""
         rank, ranks = (self._rank, self._ranks) if self._iterator else self._this_rank()
         own = {"used": self._used, "rank": rank, "ranks": ranks, "parts": dict(self._parts)}
         order = {"shuffle": self._shuffle, "seed": self._seed, "content": self._content}
         return {**_as_state(self._deal), **own, **order}
 
     def load_io_state(self, state: State) -> None:
-        """Go on from a position; iterators that were made before are over.
+        """Continue from a position; iterators that were made before are over.
 
         Raises:
-            ValueError: it is a position in other data, or in another order.
+            ValueError: the position belongs to other data, or to another order of the data.
         """
         self._deal, now = self._checked(state), self._this_rank()
         self._used, self._rank, self._ranks = state["used"], state["rank"], state["ranks"]
-        if self._ranks == now[1] and self._rank != now[0]:  # this one had none of its own: its share comes again
+        if self._ranks == now[1] and self._rank != now[0]:  # this rank saved no position, so its share comes again
             self._used, self._rank = 0, now[0]
         self._parts = dict(state["parts"])
         self._iterator, self._is_loaded, self._has_given = self._iterator + 1, True, False
 
     def merge_io_state(self, states: Sequence[State], index: int, count: int) -> State:
-        """Return the position of rank ``index`` of ``count``, behind all that the ranks that saved have used.
+        """Return the position of rank ``index`` of ``count`` new ranks, from the positions of the ranks that saved.
 
-        Of a rank whose state is missing all comes again; so does what ranks have used that were an epoch ahead, which
-        is logged.
+        Places that a saved position counts as used do not come again. There are two exceptions: the share of a rank
+        whose state is missing, and what ranks have used that were in a later epoch than others, with a warning.
         """
         for state in states:
             _check_kind(state)
@@ -130,13 +133,13 @@ class Elastic:
                 log.warning(what, sorted(ahead), first["epoch"], again, self._unit, whole)
         used = {**dict.fromkeys(ahead, len(deal)), **{rank: state["used"] for rank, state in here.items()}}
         deal = deal.after([used.get(rank, 0) for rank in range(first["ranks"])])
-        parts = dict[int, int]()  # a rank knows the parts of others as they were when all was dealt
+        parts = dict[int, int]()  # a rank's state also has parts of other ranks, as old as the distribution of places
         for place, rows in (part for state in here.values() for part in state["parts"].items()):
             parts[place] = max(rows, parts.get(place, 0))
         return {**first, **_as_state(deal), "used": 0, "rank": index, "ranks": count, "parts": parts}
 
     def _checked(self, state: State) -> _Deal:
-        """Return what is left by a position, of all data that there is now."""
+        """Check that a position fits this data and order; return its unused places, with data that was added since."""
         _check_kind(state)
         size, now = int(state["size"]), self._deal.size
         of_order = {name: state[name] for name in ("shuffle", "seed")}
@@ -157,7 +160,7 @@ class Elastic:
         return replace(_deal_of(state), size=now)
 
     def _this_rank(self) -> tuple[int, int]:
-        """Return the number of this rank and of all, as they are now; ValueError where what was given cannot be."""
+        """Return the present (rank, number of ranks); ValueError if the arguments of the constructor are invalid."""
         try:
             return this_rank(*self._asked)
         except ValueError as error:
@@ -167,14 +170,18 @@ class Elastic:
             raise ValueError(f"rank must be 0 to ranks - 1, and both be given, found {rank=}, {ranks=}") from error
 
     def _order(self, epoch: int) -> Places | None:
-        """Return what is at each place of an epoch; None where that is its number.
+        """Return the index in the data of each place of an epoch; None if both are equal because nothing is shuffled.
 
-        By ``RandomState``, whose numbers stay the same in all versions of numpy.
+        Uses ``RandomState``, because its numbers are the same in all versions of numpy.
         """
         return np.random.RandomState([self._seed, epoch]).permutation(self._deal.size) if self._shuffle else None
 
     def _begun(self) -> int:
-        """Begin an iterator, within the epoch of the position, or in the next where this has given some; its number."""
+        """Begin an iterator and return its number.
+
+        It continues the present epoch if the position was just loaded; if an iterator has given batches, it begins the
+        next epoch.
+        """
         now = self._this_rank()
         if self._is_loaded and not self._has_given and now != (self._rank, self._ranks):
             raise RuntimeError(
@@ -188,21 +195,20 @@ class Elastic:
         return self._iterator
 
     def _iterator_of(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Make an iterator of a loader, for which the run draws nothing: one that resumes makes one more."""
+        """Return an iterator of a loader without using the global random state.
+
+        A resumed run makes one more iterator than an uninterrupted run, so the two would draw different numbers.
+        """
         import torch
 
         with torch.random.fork_rng(devices=[]):
             place = [self._seed, self.epoch, self._rank, self._used]
-            torch.default_generator.manual_seed(int(np.random.RandomState(place).randint(1 << 31)))  # of its workers
-            with torch.device("cpu"):  # where it draws, whatever the default device is
+            torch.default_generator.manual_seed(int(np.random.RandomState(place).randint(1 << 31)))  # seeds the workers
+            with torch.device("cpu"):  # because the loader draws there, whatever the default device is
                 return iter(loader)
 
     def _check_share(self, n_own: int) -> None:
-        """Refuse a whole epoch of which this rank gets nothing: a loop over epochs would never end.
-
-        Raises:
-            RuntimeError: it is so.
-        """
+        """Raise RuntimeError if this rank gets no batch of a whole epoch: a loop over epochs would never end."""
         if not n_own and not (self._is_loaded or self._has_given):
             raise RuntimeError(
                 f"rank {self._rank} of {self._ranks} gets no batch of an epoch of {self._deal.size} {self._unit}: use "
@@ -210,10 +216,10 @@ class Elastic:
             )
 
     def _give(self, iterator: int, used: int) -> None:
-        """Count places as used, by the iterator that counts.
+        """Set how many places of its share this rank has used; called before a batch is given.
 
         Raises:
-            RuntimeError: another one was begun, or a position was loaded since.
+            RuntimeError: since the iterator was begun, another was begun or a position was loaded.
         """
         if iterator != self._iterator:
             raise RuntimeError(
@@ -223,7 +229,7 @@ class Elastic:
         self._used, self._has_given = used, True
 
     def _end(self, iterator: int) -> None:
-        """Go to the next epoch, if this iterator is not over already."""
+        """Go to the next epoch, unless a newer iterator was begun."""
         if iterator == self._iterator:
             self._deal, self._used, self._parts = _Deal(self._deal.size, self.epoch + 1), 0, {}
             self._is_loaded = self._has_given = False
@@ -247,7 +253,7 @@ def _content_of(names: Sequence[str]) -> str:
 
 
 class _Batches:
-    """A batch sampler: the places in the data of each batch of the iterator that was begun last."""
+    """A batch sampler: gives the sample indices of each batch of the iterator that was begun last."""
 
     def __init__(self) -> None:
         self._batches: Sequence[Places] = ()
@@ -264,22 +270,23 @@ class _Batches:
 
 
 class ElasticLoader(Elastic):
-    """Batches of a map-style dataset, in an order of each epoch, of which each rank gets its share.
+    """Batches of a map-style dataset, distributed among ranks; its position can be restored on any number of ranks.
 
-    Each ``for`` is an epoch, or the rest of the one in which the position lies. Not thread-safe. Not collective.
+    Each ``for`` runs one epoch; after a restore, the first ``for`` runs the rest of the saved epoch. Not thread-safe.
+    Not collective.
 
     Args:
-        dataset: has ``len()`` and gives a sample by its number.
-        batch_size: samples of a batch of one rank.
-        shuffle: whether each epoch has an order of its own; it takes 8 bytes a sample on each rank.
-        seed: of these orders.
-        drop_last: whether all ranks get equally many batches, all full; what is left over is not in the epoch then.
-            Where False all of it is, and one rank may get a batch more than another.
-        loader: makes what reads, from the dataset and a batch sampler, in whose order it must give batches, such as
+        dataset: has ``len()`` and returns a sample by index.
+        batch_size: samples per batch, per rank.
+        shuffle: whether to shuffle the samples anew for each epoch; takes 8 bytes per sample on each rank.
+        seed: seed of the shuffling.
+        drop_last: whether all ranks get equally many batches, all full; the epoch then omits the remaining samples.
+            If False, the epoch has all samples, and one rank may get one batch more than another.
+        loader: function (dataset, batch sampler) -> iterable of batches in the order of the batch sampler, such as
             ``lambda data, batches: DataLoader(data, batch_sampler=batches, num_workers=8)``; None for a
             :class:`torch.utils.data.DataLoader` without workers.
-        rank: of this process; None for that of the process group.
-        ranks: how many there are; None for those of the process group.
+        rank: rank of this process; None for its rank in the process group.
+        ranks: number of ranks; None for the size of the process group.
 
     Raises:
         ValueError: an argument is invalid.
@@ -313,7 +320,7 @@ class ElasticLoader(Elastic):
             raise ValueError("loader: it gives batches as they come (in_order=False): which were used is not known")
 
     def __len__(self) -> int:
-        """Return how many batches this rank gets of the epoch, or rest of one, that the next ``for`` is."""
+        """Return how many batches this rank gets in the next ``for``."""
         is_new = self._has_given
         share = self._share(
             _Deal(self._deal.size) if is_new else self._deal, self._this_rank(), 0 if is_new else self._used
@@ -332,7 +339,7 @@ class ElasticLoader(Elastic):
                 raise RuntimeError(f"loader: it gives more than the {n_batches} batches of its batch sampler")
             used += len(batches[n_batches])
             n_batches += 1
-            self._give(iterator, used)  # before it is trained on: a save within the step counts it
+            self._give(iterator, used)  # before the step trains on the batch, so that a save within the step counts it
             yield batch
         if n_batches != len(batches):
             raise RuntimeError(
@@ -341,7 +348,7 @@ class ElasticLoader(Elastic):
         self._end(iterator)
 
     def _share(self, deal: _Deal, now: tuple[int, int], used: int) -> Places:
-        """Return the places that are left for a rank; with ``drop_last`` as many for all that are at the same step."""
+        """Return the unused places of a rank; with ``drop_last``, equally many on all ranks that used equally many."""
         share = deal.share(*now)[used:]
         size = self._batch_size
         return share[: max(0, len(deal) // now[1] - used) // size * size] if self._drop_last else share

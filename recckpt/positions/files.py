@@ -1,4 +1,4 @@
-"""Batches of rows from files of Parquet and Arrow, by row groups (no torch here)."""
+"""Batches of rows from Parquet and Arrow files, distributed among ranks by row group (no torch here)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from recckpt.types import positive_int
 
 
 class ElasticFiles(Elastic):
-    """Batches of rows from files of Parquet or Arrow, of whose row groups each rank gets its share.
+    """Batches of rows from Parquet or Arrow files; each rank reads its share of the row groups.
 
-    A group that was used in part goes on where it was, on whichever rank. Each ``for`` is an epoch, or the rest of the
-    one in which the position lies. Ranks have different numbers of batches, so that ranks that save or step together
-    need a loop that ends for all at once, such as at a step, and may drift epochs apart. Not thread-safe. Not
-    collective.
+    After a restore, a partly used row group continues behind its last used row, on any rank. Each ``for`` runs one
+    epoch; after a restore, the first ``for`` runs the rest of the saved epoch. Ranks get different numbers of batches
+    per epoch. So if ranks save or step together, end the loop after the same number of steps on all ranks; ranks may
+    then be in different epochs. Not thread-safe. Not collective.
 
     Args:
         paths: files, or URLs of filesystems that pyarrow knows; the same on all ranks.
-        batch_rows: rows of a batch.
-        columns: their names; None for all.
-        shuffle: whether each epoch has an order of groups of its own, and of the rows within a group.
-        seed: of these orders.
-        drop_last: whether the last rows of a rank are left out where they do not fill a batch.
-        rank: of this process; None for that of the process group.
-        ranks: how many there are; None for those of the process group.
+        batch_rows: rows per batch.
+        columns: names of the columns to read; None for all.
+        shuffle: whether to shuffle the row groups, and the rows within a group, anew for each epoch.
+        seed: seed of the shuffling.
+        drop_last: whether to omit the last rows of a rank if they do not fill a batch.
+        rank: rank of this process; None for its rank in the process group.
+        ranks: number of ranks; None for the size of the process group.
 
     Raises:
-        ValueError: an argument is invalid, or a file is neither of Parquet nor of Arrow.
+        ValueError: an argument is invalid, or a file is neither a Parquet nor an Arrow file.
         OSError: a file cannot be read.
     """
 
@@ -101,10 +101,10 @@ def _joined(pieces: Sequence[pa.Table]) -> pa.RecordBatch:
 
 
 class _File:
-    """A file of Parquet or Arrow, which is opened for each group that is read; its footer is read once.
+    """A Parquet or Arrow file. Its footer is read once; the file is opened again to read each row group.
 
     Attributes:
-        rows: of each group.
+        rows: number of rows per row group.
     """
 
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:

@@ -1,4 +1,4 @@
-"""Batches from the shards of an iterable dataset of Hugging Face (``datasets``), which need not be installed here."""
+"""Batches from the shards of a Hugging Face iterable dataset; this module does not import ``datasets``."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from recckpt.positions.epochs import Elastic
 from recckpt.types import positive_int
 
 MakeReader: TypeAlias = Callable[[Any], Iterable[Any]]
-_WHOLE = 1 << 62  # examples of a shard of which none is left
+_WHOLE = 1 << 62  # in place of the number of used examples: the whole shard is used
 _NEEDED = ("n_shards", "shard", "skip", "iter", "set_epoch")
 
 
 class ElasticShards(Elastic):
-    """Batches of a :class:`datasets.IterableDataset`, of whose shards each rank and worker gets its share.
+    """Batches of a :class:`datasets.IterableDataset`; each rank and worker reads its share of the shards.
 
-    A shard that was used in part goes on behind the last example of it, on whichever rank and worker: those before are
-    read again and skipped. Each ``for`` is an epoch, or the rest of the one in which the position lies; the dataset's
-    own shuffling gets the epoch too. A batch is of one shard, whose last may be smaller, and in the format of the
-    dataset (``with_format``). Ranks have different numbers of batches, as of :class:`ElasticFiles`. Not thread-safe.
-    Not collective.
+    After a restore, a partly used shard continues behind its last used example, on any rank and worker: the examples
+    before are read again and skipped. Each ``for`` runs one epoch; after a restore, the first ``for`` runs the rest of
+    the saved epoch. The dataset gets ``set_epoch`` for its own shuffling. A batch holds examples of one shard, in the
+    format of the dataset (``with_format``); the last batch of a shard may be smaller. Ranks get different numbers of
+    batches, as with :class:`ElasticFiles`. Not thread-safe. Not collective.
 
     Args:
-        dataset: the whole of it, the same on all ranks, with at least one shard for each (``n_shards``); it gives the
-            same examples in the same order each time, so ``shuffle`` of it needs a ``seed``.
-        batch_size: examples of a batch.
-        shuffle: whether each epoch has an order of shards of its own.
-        seed: of these orders.
-        drop_last: whether the last examples of a shard are left out where they do not fill a batch.
-        loader: makes what reads, of what it must hand on unbatched and unchanged, such as
+        dataset: the whole dataset, the same on all ranks, with at least one shard per rank (``n_shards``). It must give
+            the same examples in the same order each time, so its ``shuffle`` needs a ``seed``.
+        batch_size: examples per batch.
+        shuffle: whether to shuffle the shards anew for each epoch.
+        seed: seed of the shuffling.
+        drop_last: whether to omit the last examples of a shard if they do not fill a batch.
+        loader: function (iterable of batches) -> iterable that yields the same items, unbatched and unchanged, such as
             ``lambda shards: DataLoader(shards, batch_size=None, num_workers=4)``; None to read in this process.
-        rank: of this process; None for that of the process group.
-        ranks: how many there are; None for those of the process group.
+        rank: rank of this process; None for its rank in the process group.
+        ranks: number of ranks; None for the size of the process group.
 
     Raises:
         ValueError: an argument is invalid.
@@ -72,7 +72,7 @@ class ElasticShards(Elastic):
         if loader is not None:
             from torch.utils.data import IterableDataset
 
-            IterableDataset.register(_Shards)  # as which a DataLoader knows it
+            IterableDataset.register(_Shards)  # so that a DataLoader treats it as an iterable dataset
             self._loader = loader(self._shards)
         if getattr(self._loader, "batch_size", None) is not None:
             raise ValueError("loader: it makes batches of batches: give it batch_size=None")
@@ -92,7 +92,7 @@ class ElasticShards(Elastic):
             while used < len(places) and parts.get(places[used]) == _WHOLE:
                 del parts[places[used]]
                 used += 1
-            if batch is not None:  # the end of a shard counts with the next batch
+            if batch is not None:  # the end of a shard is recorded with the next batch
                 self._give(iterator, used)
                 self._parts = dict(parts)
                 yield batch
@@ -100,7 +100,7 @@ class ElasticShards(Elastic):
 
 
 def _part_of(dataset: Any) -> str | None:
-    """Return ``take`` or ``skip`` where a dataset was made by one; the library keeps that in what it iterates."""
+    """Return "take" or "skip" if the dataset was made by that method, which its ``_ex_iterable`` shows; else None."""
     step = getattr(dataset, "_ex_iterable", None)
     while step is not None:
         name = type(step).__name__
@@ -111,14 +111,18 @@ def _part_of(dataset: Any) -> str | None:
 
 
 class _Shards:
-    """What a worker reads of the iterator that was begun last: a place, how much of it is used then, and a batch."""
+    """Reads the shards of the iterator that was begun last.
+
+    Yields (place, number of examples of its shard that are used with this batch, batch); at the end of a shard, the
+    number is ``_WHOLE`` and the batch None. In a DataLoader, each worker reads its share.
+    """
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool) -> None:
         self._dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
         self._epoch, self._left = 0, list[tuple[int, int, int]]()
 
     def begin(self, left: Sequence[tuple[int, int, int]], epoch: int) -> None:
-        """Note what is to be read in an epoch: places, the shards that are there, and how much of each was used."""
+        """Set what to read in an epoch: (place, shard at that place, number of used examples) per shard."""
         self._left, self._epoch = list(left), epoch
 
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:
@@ -128,7 +132,7 @@ class _Shards:
         for place, number, used_before in own:
             shard, used = self._dataset.shard(self._dataset.n_shards, number).skip(used_before), used_before
             shard.set_epoch(self._epoch)
-            for batch in shard.iter(self._batch_size, self._drop_last):  # its __iter__ would split it by worker
+            for batch in shard.iter(self._batch_size, self._drop_last):  # because __iter__ would split it by worker
                 used += len(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)
                 yield place, used, batch
             yield place, _WHOLE, None

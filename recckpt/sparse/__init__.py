@@ -1,4 +1,4 @@
-"""Hashtable embeddings: the table, its initializers and optimizers, and their way to and from Arrow files."""
+"""Hashtable embeddings: tables, their initializers and optimizers, and how Arrow files save and restore them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models made with embeddings of torch, which get tables in their place."""
+"""Replaces the torch embeddings of a model by tables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class TableBag(nn.Module):
-    """A table with the call of an ``nn.EmbeddingBag``."""
+    """Wraps a table so that it is called like an ``nn.EmbeddingBag``."""
 
     def __init__(self, table: HashTable, mode: Mode, include_last_offset: bool) -> None:
         super().__init__()
         self.table, self.mode, self.include_last_offset = table, mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Return the bags of ids, as ``nn.EmbeddingBag.forward``."""
+        """Return one vector per bag of ids, with the arguments of ``nn.EmbeddingBag.forward``."""
         last = self.include_last_offset and offsets is not None
         return self.table.bag(input, offsets, mode=self.mode, weights=per_sample_weights, include_last_offset=last)
 
@@ -35,10 +35,10 @@ def replace_embeddings(
     ids: Mapping[str, Tensor] | None = None,
     **options: Unpack[TableOptions],
 ) -> dict[str, HashTable]:
-    """Put a table in the place of each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model, in place.
+    """Replace each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model by a table, in place.
 
-    The model behaves as before: same rows, same output, same gradients. Make the optimizers afterwards: rows of tables
-    are not parameters, so the tables need a sparse optimizer. A module that is in several places becomes one table.
+    The model behaves as before: same rows, same output, same gradients. Make the optimizers afterwards, because rows of
+    tables are not parameters and need a sparse optimizer. A module that is registered several times becomes one table.
 
     Args:
         model: any module; not an embedding itself.
@@ -50,8 +50,8 @@ def replace_embeddings(
         Name -> table. The name of a module is the name of its table.
 
     Raises:
-        TypeError, ValueError: a name is not that of an embedding, a weight is used elsewhere too, or
-            :meth:`HashTable.from_embedding` refuses the module. Nothing has been changed.
+        TypeError, ValueError: a name does not name an embedding, another module uses a weight too, or
+            :meth:`HashTable.from_embedding` refuses the module. The model is unchanged.
     """
     found = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -73,7 +73,7 @@ def replace_embeddings(
         if isinstance(replaced, nn.EmbeddingBag):
             bag = TableBag(table, replaced.mode, bool(replaced.include_last_offset))  # type: ignore[arg-type]
             made[name] = bag.train(replaced.training)
-    everywhere = list(model.named_modules(remove_duplicate=False))  # a module may stand in several places
+    everywhere = list(model.named_modules(remove_duplicate=False))  # a module may be registered several times
     places = [(path, made[name]) for name in chosen for path, other in everywhere if other is found[name]]
     for path, module in places:
         parent, _, last = path.rpartition(".")

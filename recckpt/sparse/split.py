@@ -1,4 +1,4 @@
-"""A model's state in two halves: tables, and everything else."""
+"""Splits a model's state into tables and everything else, the dense state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 from recckpt.types import GEOMETRY, SavableTable, check_table_name, is_hashtable
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-_CHECKPOINTED = "_checkpoint_wrapped_module"  # what torch's wrapper puts into names, but into those of state dicts
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper adds this to module names, but not to state dict keys
 
 
 def split_sparse_dense_state_dict(
     state_dict: Mapping[str, Any],
 ) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-    """Return (tables by their name, everything else by its key).
+    """Return (tables by table name, everything else by its key in the state dict).
 
     Raises:
-        ValueError: two tables share a name, or a table and a dense tensor; names both keys. Or a key is not a string.
+        ValueError: two tables share a name, a table and a dense tensor share a name, or a key is not a string.
     """
     sparse: dict[str, SavableTable] = {}
     keys: dict[str, str] = {}
@@ -44,7 +44,7 @@ def split_sparse_dense_state_dict(
 
 
 def filter_out_sparse_param(model: nn.Module) -> dict[str, SavableTable]:
-    """Return the tables of a model by name, but for those that are not trained: counts of ids that have no row yet.
+    """Return the trained tables of a model by name; tables with counts of ids without a row are left out.
 
     Raises:
         ValueError: two tables share a name.
@@ -52,12 +52,12 @@ def filter_out_sparse_param(model: nn.Module) -> dict[str, SavableTable]:
     return {name: table for name, table in state_of(model)[0].items() if getattr(table, "is_trained", True)}
 
 
-# Packages whose modules take what has the names, shapes and dtypes.
+# Packages whose modules load any state dict with the expected names, shapes and dtypes.
 LOADS_AS_TORCH = frozenset({"torch", "recckpt", "torchrec", "fbgemm_gpu"})
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-    """Return the tables of a model by name, and its dense state by names without wrappers; ValueError as the split."""
+    """Return (tables by name, dense state by names without wrappers); raise as split_sparse_dense_state_dict."""
     state, (wrappers, parameters) = model.state_dict(), _walked(model)
     for name, parameter in parameters:  # state_dict() drops attributes
         if name in state and all(hasattr(parameter, attribute) for attribute in GEOMETRY):
@@ -66,17 +66,17 @@ def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model by names without wrappers; a tied one by each of its names."""
+    """Yield (name without wrappers, parameter); a tied parameter once per name."""
     wrappers, named = _walked(model)
     return ((unwrapped(name, wrappers), parameter) for name, parameter in named)
 
 
 def _walked(model: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, nn.Parameter]]]:
-    """Return :func:`wrappers_in` and the named parameters, tied ones by each name, from one walk over all modules."""
+    """Return :func:`wrappers_in` and all (name, parameter) in one pass over modules; a tied parameter once per name."""
     wrappers, parameters = list[tuple[str, str]](), list[tuple[str, nn.Parameter]]()
     own_way = getattr(model.named_parameters, "__func__", None)
-    has_own_way = own_way is not nn.Module.named_parameters  # FSDP hides its wrappers so
-    plain = set[type]()  # classes that wrap nothing: to ask each of 10,000 tables would take longer than the walk
+    has_own_way = own_way is not nn.Module.named_parameters  # FSDP overrides it to hide its wrappers
+    plain = set[type]()  # classes that wrap nothing; cached because a check per module would be slow for 10,000 tables
     for path, module in model.named_modules(remove_duplicate=False):
         if type(module) not in plain:
             if inner := inner_name(module):
@@ -90,7 +90,7 @@ def _walked(model: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, nn
 
 
 def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load dense state by names without wrappers; the rest of the model stays as it is."""
+    """Load dense state whose names have no wrappers; parameters without an entry in ``state`` stay unchanged."""
     wrappers = wrappers_in(model)
     named: dict[str, Any] = {}
     for name, value in state.items():
@@ -108,7 +108,7 @@ def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _load_below(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Do what ``load_state_dict`` does, but without looking through all keys of a module for each child."""
+    """Do what ``load_state_dict`` does, but do not scan all keys of a module once per child."""
     keys = _IncompatibleKeys([], [])
     module._load_from_state_dict(state, prefix, {}, True, keys.missing_keys, keys.unexpected_keys, errors)
     of_children: dict[str, dict[str, Any]] = {}
@@ -132,12 +132,12 @@ def behind(module: str) -> str:
 
 
 def inner_name(module: nn.Module) -> str:
-    """Return what a wrapper adds before the names of the wrapped module; "" if it is no wrapper."""
+    """Return the prefix that a wrapper adds to the names of the wrapped module; "" if ``module`` is not a wrapper."""
     if isinstance(module, _PARALLEL):
         return "module."
     dynamo = sys.modules.get(
         "torch._dynamo"
-    )  # not imported here: that takes seconds, and without it nothing is compiled
+    )  # not imported here, because the import takes seconds; if nobody imported it, no module is compiled
     return "_orig_mod." if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else ""
 
 

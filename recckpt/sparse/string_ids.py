@@ -1,4 +1,4 @@
-"""Ids of strings by a hash that is the same on all machines and in all versions (numpy only, no torch)."""
+"""Hashes strings to ids; the hash is the same on all machines and in all versions (numpy only, no torch)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import xxhash
 
 
 def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
-    """Return an int64 id for each string: XXH3, 64 bits, seed 0, of its UTF-8, read as a signed number.
+    """Return one int64 id per string: the 64-bit XXH3 hash (seed 0) of its UTF-8 bytes, as a signed number.
 
-    Equal strings have equal ids on all machines and in all versions. Of n different strings, two share an id with a
-    probability of about n ** 2 / 2 ** 65: one in 37 for a billion. About two million a second; an Arrow array with
-    repeats, such as a dictionary column, is hashed once for each different string. Needs no torch; pass the result to
-    tables with ``torch.from_numpy``.
+    Equal strings have equal ids on all machines and in all versions. Among n different strings, the probability that
+    two share an id is about n ** 2 / 2 ** 65: one in 37 for a billion. The function hashes about two million strings
+    per second. In an Arrow array, such as a dictionary column, it hashes each different string once. It needs no torch;
+    pass the result to tables with ``torch.from_numpy``.
 
     Args:
         strings: a sequence or array of ``str``, or of ``bytes`` in UTF-8: a list, numpy, pandas or pyarrow.
@@ -24,7 +24,7 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
         Array of int64, of the shape of ``strings``.
 
     Raises:
-        TypeError: something is not a string, a null included; says where.
+        TypeError: an element is not a string, or is null.
     """
     if isinstance(strings, str | bytes):
         raise TypeError(f"strings must be a sequence of str, found the single {strings!r:.80}: pass [{strings!r:.80}]")
@@ -37,7 +37,8 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
                 raise TypeError(f"strings must be str or bytes, found {chunk.null_count} nulls: fill or drop them")
             hashes.append(_hashed(chunk.dictionary.to_pylist())[chunk.indices.to_numpy()])
         return np.concatenate(hashes)
-    values = strings if isinstance(strings, np.ndarray) else np.asarray(strings, object)  # or numpy makes a "5" of 5
+    # As objects, because numpy would otherwise turn the number 5 into the string "5".
+    values = strings if isinstance(strings, np.ndarray) else np.asarray(strings, object)
     flat = values.ravel().tolist() if values.dtype.kind in "OUS" else None
     if flat is None:
         if values.size:
@@ -48,7 +49,7 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
 
 def _hashed(strings: list[Any]) -> npt.NDArray[np.int64]:
     for at, text in enumerate(strings):
-        if not isinstance(text, str | bytes):  # arrays and other buffers would be hashed too
+        if not isinstance(text, str | bytes):  # xxhash would accept arrays and other buffers
             raise TypeError(f"strings must be str or bytes, found {text!r:.80} at {at}")
     try:
         encoded = (text.encode() if isinstance(text, str) else text for text in strings)

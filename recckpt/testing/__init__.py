@@ -1,6 +1,6 @@
-"""Contracts of tables, as suites for pytest: whoever writes a table subclasses one of them in a test file.
+"""Contracts of tables, as pytest suites: to test a table of your own, subclass one of them in a test file.
 
-Needs pytest, which nothing else of recckpt does.
+No other part of recckpt needs pytest.
 """
 
 from __future__ import annotations

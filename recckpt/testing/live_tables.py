@@ -1,4 +1,4 @@
-"""What a :class:`recckpt.types.LiveTable` promises, as a suite for pytest."""
+"""The contract of a :class:`recckpt.types.LiveTable`, as a pytest suite."""
 
 from __future__ import annotations
 
@@ -24,67 +24,68 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, check_table_name
 
 
 class NotingDoor:
-    """A door that notes rows as they were when they were first announced."""
+    """A door that records the values of each row when the table first announces the row."""
 
     def __init__(self, table: LiveTable) -> None:
         self._table = table
-        self.noted: Rows = {}  # by the number in the box
+        self.noted: Rows = {}  # by index in the box
         self.is_replaced = False
 
     def announce(self, rows: Tensor) -> None:
-        """Note some rows."""
+        """Record the rows, given by index or mask, unless they were announced before."""
         numbers = (rows.nonzero() if rows.dtype == torch.bool else rows).detach().cpu().flatten()
         n_rows = len(self._table.tensors()[EMBEDDING])
         assert not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < n_rows, (
-            f"rows {numbers.tolist()} are announced, of {n_rows} from 0 on: they are those of the box"
+            f"rows {numbers.tolist()} are announced, expected indices in the box, 0 to {n_rows - 1}"
         )
         now = rows_by_id(range(n_rows), self._table.tensors())
         self.noted = {**{row: now[row] for row in numbers.tolist()}, **self.noted}
 
     def announce_all(self) -> None:
-        """Note all rows."""
+        """Record all rows that were not announced before."""
         self.announce(torch.arange(len(self._table.tensors()[EMBEDDING])))
 
     def replaced(self) -> None:
-        """Note that all rows are others."""
+        """Record that the table says all its rows were replaced."""
         self.is_replaced = True
 
     def failed(self, error: Exception) -> None:
-        """Fail."""
+        """Fail the test."""
         raise AssertionError("the table no longer knows what changes") from error
 
 
 class LiveTableContract:
-    """What a table in memory of your own has to do; subclass it in a test file, under a name that begins with ``Test``.
+    """The contract of a live table; to test yours, subclass this in a test file, with a name that begins with ``Test``.
 
     Attributes:
-        options: of ``live_tables``, such as ``{"marks": "fingerprints"}``.
-        says_which: whether training changes the rows that it looks up, and announces these; False where it is any row.
+        options: options of ``live_tables``, such as ``{"marks": "fingerprints"}``.
+        says_which: whether training changes and announces exactly the rows given to :meth:`train`; False if it may also
+            change or announce other rows.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
     says_which: ClassVar[bool] = True
 
     def make(self) -> LiveTable:
-        """Return a table of at least 20 rows: another one each time, of the same name, rows and slots."""
-        raise NotImplementedError("return a table of yours")
+        """Return a new table of at least 20 rows, each time with the same name, rows and slots."""
+        raise NotImplementedError("return a new table of your class")
 
     def train(self, table: LiveTable, rows: Tensor) -> None:
-        """Change these rows, int64 numbers from 0 on in the box, as training does; no other where ``says_which``."""
+        """Change rows, given by int64 index in the box, as training does; no others if ``says_which`` is True."""
         raise NotImplementedError("change these rows of the table")
 
     def attached(self, table: LiveTable, output_dir: Path) -> tuple[LiveTables, Saver]:
-        """Return a table as a saver has it, and the saver, which makes deltas."""
+        """Return the :class:`LiveTables` of a table, and a saver of them that makes deltas."""
         model = nn.Module()
         tables = live_tables(model, adapters=[table], **self.options)
         options: dict[str, Any] = {"max_keep": None, "deltas": Deltas(max_dirty=1, max_chain_bytes=100)}
         return tables, Saver(model, output_dir=str(output_dir), tables=tables, **options)
 
     def test_it_says_what_it_is(self) -> None:
-        """Names, rows, slots and numbers that a checkpoint can have."""
+        """A checkpoint can hold the table's name, rows, slots, scalars and settings."""
         table, other = self.make(), self.make()
-        assert isinstance(table, LiveTable), "it lacks a method of recckpt.types.LiveTable"
-        assert check_table_name(table.name) == other.name, "two tables that are made alike have one name"
+        assert isinstance(table, LiveTable), "the table lacks a method of recckpt.types.LiveTable"
+        assert check_table_name(table.name) == other.name, "make() gives each table the same name"
         first, end = table.box().rows
         assert 0 <= first < end <= table.n_rows
         assert end - first >= 20, "make() returns a table of at least 20 rows"
@@ -92,7 +93,7 @@ class LiveTableContract:
         tensors = table.tensors()
         assert EMBEDDING in tensors
         for name, values in tensors.items():
-            assert len(values) == end - first, f"{name}: one row for each of the box, in this order"
+            assert len(values) == end - first, f"{name}: one row per row of the box, in this order"
             assert values.is_contiguous(), name
             assert spec_of(name, values).dtype in ITEM_BYTES, f"{name}: {values.dtype} cannot be saved"
         for name in tensors.keys() - {EMBEDDING}:
@@ -101,7 +102,7 @@ class LiveTableContract:
         assert all(type(name) is str for name in table.settings())
 
     def test_its_tensors_are_the_memory_and_no_copies(self) -> None:
-        """What training does is seen in them; asked for again, they are the same."""
+        """Training changes the tensors in place; a second call returns tensors at the same addresses."""
         table = self.make()
         remove = table.attach(NotingDoor(table))
         self.train(table, torch.arange(20))  # some optimizers make their states at the first step
@@ -115,11 +116,11 @@ class LiveTableContract:
             name: values.data_ptr() for name, values in again.items()
         }
         changed = [row for row, now in enumerate(bytes_of(tensors[EMBEDDING])) if now != before[row]]
-        assert changed == [3] or (3 in changed and not self.says_which), "these are not what training changes"
+        assert changed == [3] or (3 in changed and not self.says_which), "tensors() does not return the trained memory"
         remove()
 
     def test_a_row_is_announced_before_it_changes(self) -> None:
-        """A write that is not announced is missing in deltas; one that is announced too late is torn in a save."""
+        """A change without an announcement is missing from deltas; after a late one, a save may hold half a change."""
         table = self.make()
         self.train(table, torch.arange(20))
         door = NotingDoor(table)
@@ -129,15 +130,15 @@ class LiveTableContract:
             before = live_rows(table)
             self.train(table, torch.tensor(rows))
             changed = {row for row, now in live_rows(table).items() if now != before[row]}
-            assert changed == {*rows} or not self.says_which, "train() changes the rows that it is given, and no other"
-            assert not changed - door.noted.keys(), f"rows {changed - door.noted.keys()} changed without a word"
+            assert changed == {*rows} or not self.says_which, "train() changes exactly the rows that it is given"
+            assert not changed - door.noted.keys(), f"rows {changed - door.noted.keys()} changed without announcement"
             late = [row for row in changed if door.noted[row] != before[row]]
-            assert not late, f"rows {late} were announced once they had changed"
-            assert not door.is_replaced, "replaced() is for a load: no save can go on over it"
+            assert not late, f"rows {late} were announced only after they had changed"
+            assert not door.is_replaced, "training must not call replaced(), which is for loads and ends a running save"
         remove()
 
     def test_what_ends_the_announcements_ends_them(self) -> None:
-        """By what ``attach`` returned: then the table is free, and its training as before."""
+        """The function that ``attach`` returned ends the announcements; training goes on without them."""
         table = self.make()
         door = NotingDoor(table)
         table.attach(door)()
@@ -145,7 +146,7 @@ class LiveTableContract:
         assert (door.noted, door.is_replaced) == ({}, False)
 
     def test_a_checkpoint_has_all_rows_and_a_load_gives_them_back(self, tmp_path: Path) -> None:
-        """Bit for bit, with what the optimizer counts; readers find each row by its id."""
+        """A load restores rows bit for bit, and the optimizer's scalars; readers find each row by its id."""
         table, twin = self.make(), self.make()
         tables, saver = self.attached(table, tmp_path)
         self.train(table, torch.arange(0, 20, 2))
@@ -159,10 +160,10 @@ class LiveTableContract:
         self.train(twin, torch.arange(1, 12))
         loader.load()
         assert live_rows(twin) == rows
-        assert dict(twin.scalars()) == dict(table.scalars()), "finish() has not taken the scalars over"
+        assert dict(twin.scalars()) == dict(table.scalars()), "finish() has not set the scalars"
 
     def test_a_load_writes_where_the_rows_lie(self, tmp_path: Path) -> None:
-        """What was changed since is overwritten, in the same memory; the next save has what is there then."""
+        """A load overwrites later changes, in place; saves after the load have the table's present rows."""
         table = self.make()
         tables, saver = self.attached(table, tmp_path)
         self.train(table, torch.arange(20))
@@ -180,7 +181,7 @@ class LiveTableContract:
         assert self.saved(tables, tmp_path, "d") == live_rows(table)
 
     def test_a_delta_has_the_rows_that_changed(self, tmp_path: Path) -> None:
-        """And each checkpoint of the chain all rows of its moment."""
+        """A delta writes the changed rows alone; each checkpoint of the chain still gives all rows at its moment."""
         table = self.make()
         tables, saver = self.attached(table, tmp_path)
         self.train(table, torch.arange(20))
@@ -190,10 +191,10 @@ class LiveTableContract:
             n_written = upserts(saver.save(ckpt_id))
             assert self.saved(tables, tmp_path, ckpt_id) == live_rows(table)
             if self.says_which:
-                assert n_written == len({*rows}), f"a delta has {n_written} rows, of {len({*rows})} that changed"
+                assert n_written == len({*rows}), f"a delta has {n_written} rows, expected the {len({*rows})} changed"
 
     def test_a_change_is_in_one_delta_and_not_in_the_next(self, tmp_path: Path) -> None:
-        """Reading the table announces nothing; and what a save that failed has not written, the next one does."""
+        """Saving the table announces nothing; rows that a failed save has not written are in the next delta."""
         table = self.make()
         tables, saver = self.attached(table, tmp_path)
         self.train(table, torch.arange(20))
@@ -208,7 +209,7 @@ class LiveTableContract:
         assert n_written == 3 or not self.says_which
 
     def test_a_save_in_the_background_has_the_rows_of_its_moment(self, tmp_path: Path) -> None:
-        """Training goes on while the rows are written: those that it changes are copied aside first."""
+        """Training changes rows while the save writes; the save still has their old values."""
         table = self.make()
         tables, saver = self.attached(table, tmp_path)
         for ckpt_id in ("full", "delta"):
@@ -225,7 +226,7 @@ class LiveTableContract:
         assert self.saved(tables, tmp_path, "last") == live_rows(table)
 
     def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(self, tmp_path: Path) -> None:
-        """Of other shapes, or with an id that has no row: before a row is touched."""
+        """A load refuses other shapes, and ids that have no row in the table, before it changes a row."""
         table = self.make()
         _, saver = self.attached(table, tmp_path / "own")
         self.train(table, torch.arange(20))
@@ -242,7 +243,7 @@ class LiveTableContract:
 
     @staticmethod
     def saved(tables: LiveTables, output_dir: Path, ckpt_id: str) -> Rows:
-        """Return the rows of a checkpoint, by their numbers in the box."""
+        """Return the rows of a checkpoint by index in the box."""
         [table] = tables.values()
         first = table.live.box().rows[0]
         rows = saved_rows(output_dir, ckpt_id, table.name, [spec.name for spec in table.specs])
@@ -250,13 +251,13 @@ class LiveTableContract:
 
 
 def live_rows(table: LiveTable) -> Rows:
-    """Return the rows of the box, by their numbers in it."""
+    """Return the present rows of a table by index in the box."""
     table.prepare()
     tensors = table.tensors()
     return rows_by_id(range(len(tensors[EMBEDDING])), tensors)
 
 
 def upserts(record: Manifest) -> int:
-    """Return how many rows a save has written of the one table."""
+    """Return how many rows a save of a single table has written."""
     [entry] = record.tables
     return entry.rows if entry.delta is None else entry.delta.upserts

@@ -1,4 +1,4 @@
-"""Rows of tables and of checkpoints as bytes, by which contracts compare them; and a writer that is held back."""
+"""What the contracts share: rows of tables and checkpoints as bytes, to compare them, and a way to delay a writer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of(table: SavableTable) -> Rows:
 
 
 def rows_by_id(ids: Sequence[int], slots: Mapping[str, Tensor]) -> Rows:
-    """Return rows of distinct ids, whose slots are in the same order."""
+    """Return id -> row; row n of each slot belongs to the n-th id. Ids are distinct."""
     columns = {name: bytes_of(values) for name, values in slots.items()}
     sizes = {name: len(column) for name, column in columns.items()}
     assert {*sizes.values()} == {len(ids)}, f"expected a row for each of {len(ids)} ids, found {sizes}"
@@ -69,7 +69,7 @@ def saved_rows(output_dir: Path, ckpt_id: str, table: str, slots: Sequence[str])
 
 
 def some_values(like: Tensor, n_rows: int, seed: int) -> Tensor:
-    """Return rows like those of ``like``, of any bits: infinities, -0.0 and subnormals among them."""
+    """Return random rows with the dtype and row shape of ``like``, with infinities, -0.0 and subnormals."""
     random = torch.Generator().manual_seed(seed)
     shape = (n_rows, *like.shape[1:])
     n_bytes = like.element_size() * like[:0].new_empty(shape, device="meta").numel()
@@ -84,11 +84,11 @@ def some_values(like: Tensor, n_rows: int, seed: int) -> Tensor:
 
 @contextmanager
 def writer_held() -> Iterator[Callable[[], None]]:
-    """Hold back whatever writes rows until the returned function is called, or the context ends."""
+    """Delay saves before they write rows, until the function that ``with`` gives is called or the block ends."""
     opened, write = threading.Event(), SparseSaver.save
 
     def waiting(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(60), "nobody has let the writer go on"
+        assert opened.wait(60), "the test did not let the writer continue within 60 s"
         return write(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:

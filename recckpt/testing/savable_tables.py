@@ -1,4 +1,4 @@
-"""What a :class:`recckpt.types.SavableTable` promises, as a suite for pytest."""
+"""The contract of a :class:`recckpt.types.SavableTable`, as a pytest suite."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 
 
 class SavableTableContract:
-    """What a table of your own has to do; subclass it in a test file, under a name that begins with ``Test``.
+    """The contract of a savable table; to test yours, subclass this in a test file, with a name such as ``TestMine``.
 
     Attributes:
-        ids: the ids that it is tried with. In checkpoints every int64 is one.
+        ids: the ids that the tests insert. In checkpoints every int64 is a valid id.
     """
 
     ids: tuple[int, ...] = (_LEAST, _LEAST + 1, -(1 << 33), -2, -1, 0, 1, 2, 7, 65536, 1 << 40, _GREATEST)
 
     def make(self) -> SavableTable:
-        """Return an empty table: another one each time, of the same name and slots."""
-        raise NotImplementedError("return an empty table of yours")
+        """Return a new empty table, each time with the same name and slots."""
+        raise NotImplementedError("return a new empty table of your class")
 
     def make_part(self, part: Slice) -> SavableTable:
-        """Return an empty table of one rank of several, whose ``slice`` says which ids it has; optional."""
-        pytest.skip("make_part() is not written: the table is on one rank")
+        """Return an empty table for one rank of several; its ``slice`` is ``part``, the ids of this rank. Optional."""
+        pytest.skip("make_part() is not overridden, so the table is tested on one rank only")
 
     def erase(self, table: SavableTable, ids: Tensor) -> None:
-        """Drop the rows of ids; by the method ``erase`` of the table, unless it is another."""
+        """Drop the rows of ids with ``table.erase``; override this if the table's method has another name."""
         if not hasattr(table, "erase"):
-            pytest.skip("the table has no method erase: its rows do not go")
+            pytest.skip("the table has no method erase, so its rows cannot be dropped")
         table.erase(ids)
 
     def filled(self, n_ids: int | None = None, seed: int = 0) -> SavableTable:
-        """Return a table that has rows for the first of the ids, or for all."""
+        """Return a table with rows for the first ``n_ids`` of the ids; None for all."""
         table = self.make()
         self.put(table, self.ids[:n_ids], seed)
         return table
@@ -67,38 +67,38 @@ class SavableTableContract:
         return Saver(ModelOf(*tables), output_dir=str(output_dir), max_keep=None, **options)
 
     def test_an_empty_table_says_its_name_and_slots(self) -> None:
-        """Names, shapes and dtypes are known without a row: by these a load looks whether a checkpoint fits."""
+        """An empty table has names, shapes and dtypes, because a load compares these with the checkpoint."""
         table, other = self.make(), self.make()
-        assert is_hashtable(table), "it lacks a method of recckpt.types.SavableTable"
-        assert check_table_name(table.name) == other.name, "two tables that are made alike have one name"
+        assert is_hashtable(table), "the table lacks a method of recckpt.types.SavableTable"
+        assert check_table_name(table.name) == other.name, "make() gives each table the same name"
         assert table.ids().dtype == torch.int64
         assert len(table) == 0
         assert table.ids().shape == (0,)
         for name, values in {EMBEDDING: table.embeddings(), **table.slots}.items():
-            assert values.dim() > 0, f"{name}: its first dimension is that of the rows"
+            assert values.dim() > 0, f"{name}: the first dimension counts the rows"
             assert len(values) == 0, f"{name}: an empty table has no rows"
-            assert 0 not in values.shape[1:], f"{name}: a row has values"
+            assert 0 not in values.shape[1:], f"{name}: a row has at least one value"
             assert spec_of(name, values).dtype in ITEM_BYTES, f"{name}: {values.dtype} cannot be saved"
         for name in table.slots:
             check_slot_name(table.name, name)
 
     def test_what_is_inserted_is_there_bit_for_bit(self) -> None:
-        """Every int64 is an id; ids, values and slots are in one order; what was not inserted is not there."""
+        """Every int64 is a valid id; ids, embeddings and slots are in the same order; there are no other rows."""
         table = self.make()
         rows = self.put(table, self.ids, seed=1)
         assert rows_of(table) == rows
         assert len(table) == len(table.ids()) == len(rows)
 
     def test_a_row_that_is_inserted_again_is_replaced_and_new_ones_are_added(self) -> None:
-        """An id is there once, with what came last."""
+        """Each id has one row, with the values that were inserted last."""
         table = self.filled(6)
         before = rows_of(table)
         after = self.put(table, self.ids[3:9], seed=2)
-        assert len({*table.ids().tolist()}) == len(table), "an id is there twice"
+        assert len({*table.ids().tolist()}) == len(table), "an id has two rows"
         assert rows_of(table) == {**before, **after}
 
     def test_rows_may_come_without_slots(self) -> None:
-        """The slots of a new row have values of the table's choice."""
+        """If rows are inserted without slots, the table chooses the values of their slots."""
         table = self.make()
         values = some_values(table.embeddings(), 2, seed=3)
         table.insert(torch.tensor(self.ids[:2]), values)
@@ -109,14 +109,14 @@ class SavableTableContract:
         assert all(row.keys() == {EMBEDDING, *table.slots} for row in rows.values())
 
     def test_clear_drops_all_rows(self) -> None:
-        """A load clears the table first; it takes rows again afterwards."""
+        """A load clears the table, then inserts rows."""
         table = self.filled()
         table.clear()
         assert (len(table), rows_of(table)) == (0, {})
         assert self.put(table, self.ids[:3], seed=4) == rows_of(table)
 
     def test_a_checkpoint_has_all_rows_and_a_load_gives_them_back(self, tmp_path: Path) -> None:
-        """By a saver into a table that was just made; readers find each row by its id."""
+        """A load into a new table restores all rows; readers find each row by its id."""
         table, twin = self.filled(), self.make()
         rows = rows_of(table)
         self.saver(tmp_path, table).save("a")
@@ -127,7 +127,7 @@ class SavableTableContract:
         assert rows_of(twin) == rows
 
     def test_a_load_replaces_what_was_there(self, tmp_path: Path) -> None:
-        """Rows that the checkpoint lacks are gone, and the others have its values."""
+        """A load drops rows that the checkpoint lacks, and sets the others to the values of the checkpoint."""
         table = self.filled(8)
         rows, saver = rows_of(table), self.saver(tmp_path, table)
         saver.save("a")
@@ -136,7 +136,7 @@ class SavableTableContract:
         assert rows_of(table) == rows
 
     def test_rows_that_are_merged_in_leave_the_others(self, tmp_path: Path) -> None:
-        """``"hashtable_clear": False`` in a load adds rows, and replaces those of its ids."""
+        """A load with ``"hashtable_clear": False`` adds and replaces rows, and keeps all other rows."""
         self.saver(tmp_path, self.filled(6, seed=6)).save("a")
         table = self.filled(9)
         expected = {**rows_of(table), **rows_of(self.filled(6, seed=6))}
@@ -145,14 +145,14 @@ class SavableTableContract:
         assert rows_of(table) == expected
 
     def test_an_empty_table_is_saved_and_empties_another(self, tmp_path: Path) -> None:
-        """No rows are a state like any other."""
+        """A checkpoint without rows can be saved; a load of it empties the table."""
         self.saver(tmp_path, self.make()).save("a")
         table = self.filled()
         self.saver(tmp_path, table).load()
         assert (len(table), rows_of(table)) == (0, {})
 
     def test_a_save_in_the_background_has_the_rows_of_its_moment(self, tmp_path: Path) -> None:
-        """Training goes on while the rows are written."""
+        """Training changes rows while the save writes; the save still has their old values."""
         table = self.filled(9)
         rows, saver = rows_of(table), self.saver(tmp_path, table)
         with writer_held() as let_on:
@@ -163,7 +163,7 @@ class SavableTableContract:
         assert saved_rows(tmp_path, "a", table.name, [EMBEDDING, *table.slots]) == rows
 
     def test_each_checkpoint_of_a_chain_has_the_rows_of_its_moment(self, tmp_path: Path) -> None:
-        """With ``deltas=True``: rows that came, and rows that changed."""
+        """With ``deltas=True``, each checkpoint gives the rows at its moment, new and changed rows included."""
         table = self.filled(5)
         saver, moments = self.saver(tmp_path, table, deltas=True), dict[str, Rows]()
         for number, ckpt_id in enumerate("abcd"):
@@ -176,7 +176,7 @@ class SavableTableContract:
             assert rows_of(table) == rows
 
     def test_what_was_erased_is_in_no_later_checkpoint(self, tmp_path: Path) -> None:
-        """A delta says that an id went, and one that came again has its new row."""
+        """A delta records erased ids; an id that was erased and inserted again has its new row."""
         table = self.filled()
         saver = self.saver(tmp_path, table, deltas=True)
         saver.save("a")
@@ -191,7 +191,7 @@ class SavableTableContract:
             assert rows_of(table) == {id_: expected[id_] for id_ in rows}
 
     def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing(self, tmp_path: Path) -> None:
-        """Found by what the table says of its slots, before a row is touched."""
+        """A load compares shapes with the table's slots, and refuses the checkpoint before it changes a row."""
         table = self.filled()
         rows, embeddings = rows_of(table), table.embeddings()
         wider = HashTable((*embeddings.shape[1:], 2), name=table.name, dtype=embeddings.dtype)
@@ -204,7 +204,7 @@ class SavableTableContract:
         assert rows_of(table) == rows
 
     def test_the_parts_of_several_ranks_have_all_rows_between_them(self, tmp_path: Path) -> None:
-        """Each takes the ids of its ``slice``, whatever the number of ranks that saved."""
+        """Each rank loads the ids of its ``slice``, whatever the number of ranks that saved."""
         table = self.filled()
         self.saver(tmp_path, table).save("a")
         parts = [self.make_part(gen_slice(number, 3)) for number in range(3)]

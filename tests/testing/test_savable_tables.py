@@ -135,5 +135,5 @@ def test_the_contract_finds_a_wrong_table(table, name, tmp_path):
 
 
 def test_what_a_team_has_not_written_is_named():
-    with pytest.raises(NotImplementedError, match="return an empty table of yours"):
+    with pytest.raises(NotImplementedError, match="return a new empty table of your class"):
         SavableTableContract().make()
