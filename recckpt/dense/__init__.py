@@ -1,1 +1,1 @@
-"""Dense state: what torch saves in ``.pt`` files, and how it is checked and read back."""
+"""Dense state: saves it to ``.pt`` files that torch can load, checks the files and loads them."""

@@ -1,4 +1,4 @@
-"""What orders the data: random generators, and data loaders with a position (torchdata) or without."""
+"""Saves the random generators, and the positions of torchdata's data loaders, on which the order of data depends."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from torch.utils.data import DataLoader
 
 from recckpt.dense.state_copy import portable
 
-_GENERATORS = "recckpt_generators"  # what is added to the state of a loader
+_GENERATORS = "recckpt_generators"  # key that is added to the state of a loader
 
 
 class LoaderPosition:
-    """Stands for a ``StatefulDataLoader`` whose random generators are saved with its state.
+    """Wraps a ``StatefulDataLoader`` so that its state includes random generators.
 
-    Making an iterator draws seeds and an order from torch's generator and those of the loader and its sampler. A run
-    that resumes within an epoch makes its iterator from the generators as they were for the first one, so a sampler
-    without a state draws the same order; then the generators go on where they were.
+    A new iterator draws seeds and an order from torch's generator, the loader's and the sampler's. When a run resumes
+    within an epoch, its new iterator starts from the generator states that the saved run's iterator started from. So a
+    sampler without a state draws the same order. Then the generators are set back to their saved states.
 
     Attributes:
-        is_passed_by: whether somebody holds an older iterator, which ignores the loaded state.
+        is_passed_by: whether an iterator from before the load still exists; such an iterator ignores the loaded state.
     """
 
     def __init__(self, loader: Any) -> None:
         self.is_passed_by = False
         self._loader, self._base = loader, _base(loader)
         self._make = self._base._get_iterator
-        self._begun: Mapping[str, Any] | None = None  # the generators when the iterator of the position was made
+        self._begun: Mapping[str, Any] | None = None  # generator states before the present iterator was made
         self._base._get_iterator = self._iterator
-        if self._base._initial_iter_for_state_dict:  # made by who asked for the state, as accelerate does, and not used
-            self._base.load_state_dict({})  # drops it
+        if self._base._initial_iter_for_state_dict:  # an unused iterator, made when accelerate asked for the state
+            self._base.load_state_dict({})  # drops that iterator
 
     def state_dict(self) -> dict[str, Any]:
         state = self._loader.state_dict()
         generators = {"begun": self._begun, "now": self._own_states()}
-        if self._loader is not self._base:  # accelerate's: it seeds some samplers with these
+        if self._loader is not self._base:  # accelerate's wrapper, which seeds some samplers with these values
             generators["iteration"] = self._loader.iteration
             generators["initial_seed"] = getattr(_sampler(self._base), "initial_seed", None)
         return {**state, _GENERATORS: generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state; the next iterator begins there."""
+        """Set the state; the next iterator begins at its position."""
         state = dict(state)
         generators = state.pop(_GENERATORS, {})
         before = self._base._iterator and weakref.ref(self._base._iterator)
@@ -73,7 +73,7 @@ class LoaderPosition:
             again = None if state.get("_iterator_finished") else self._begun
             iterator = self._make() if again is None else self._made_again(again)
             load_rng(of_process)
-            sampler = _sampler(self._base)  # one whose state is in that of the loader draws nothing again
+            sampler = _sampler(self._base)  # a sampler with a state_dict is restored with the loader and draws nothing
             if again is None or hasattr(sampler, "state_dict") or type(sampler).__module__.startswith("torchdata."):
                 self._set_own(own)
         if self._base.persistent_workers:
@@ -81,23 +81,24 @@ class LoaderPosition:
         return iterator
 
     def _made_again(self, begun: Mapping[str, Any]) -> Any:
-        """Make an iterator whose sampler draws as before and is past the batches that were used."""
+        """Return an iterator whose sampler draws the order of the saved run and has skipped the used batches."""
         base, own = self._base, self._base.generator
         load_rng(begun["of_process"])
         self._set_own(begun["own"])
         if not begun["is_new"]:
-            base.generator = torch.Generator()  # for the seed that only a new iterator draws, ahead of its sampler
+            # A new iterator draws a seed before its sampler draws; the saved run reused its iterator and drew no seed.
+            base.generator = torch.Generator()
         try:
             iterator = self._make()
         finally:
             base.generator = own
-        if isinstance(iterator._sampler_iter, islice) and not base.num_workers:  # it would skip them at the next batch
+        if isinstance(iterator._sampler_iter, islice) and not base.num_workers:  # skip now, not at the next batch
             iterator._sampler_iter = rest = iter(iterator._index_sampler)
             deque(islice(rest, iterator._sampler_iter_yielded), maxlen=0)
         return iterator
 
     def _begin_again(self, loader: Any, *args: Any) -> None:
-        """Begin an epoch with the present iterator, whose workers go on."""
+        """Begin an epoch with the present iterator and its persistent workers."""
         self._note_begin(is_new=False)
         type(loader._iterator)._reset(loader._iterator, loader, *args)
 
@@ -121,9 +122,9 @@ class LoaderPosition:
 
 
 def position_of(obj: Any) -> Any:
-    """Return a :class:`LoaderPosition` for torchdata's loader, and any other object itself.
+    """Return a :class:`LoaderPosition` for a torchdata loader, and any other object unchanged.
 
-    Register the object early: from the first call on it is noted how iterators are made.
+    Call this before the loader makes an iterator, because only later iterators are tracked.
     """
     if not is_stateful(obj):
         return obj
@@ -145,7 +146,7 @@ def shuffling_loaders(frame: FrameType | None) -> dict[str, DataLoader[Any]]:
         with suppress(Exception):
             variables = [*((f"self.{name}", value) for name, value in vars(frame.f_locals["self"]).items()), *variables]
         for name, value in variables:
-            with suppress(Exception):  # proxies of nothing may raise at any question
+            with suppress(Exception):  # an unbound proxy may raise at any attribute access
                 if not isinstance(value, DataLoader):
                     continue
                 sampler = _sampler(value)
@@ -166,7 +167,7 @@ def _base(loader: Any) -> Any:
 
 def dump_rng() -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state()
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking must not start CUDA
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # because get_rng_state starts CUDA
     cuda = torch.cuda.get_rng_state_all() if initialized else []
     states = {
         "torch": torch.get_rng_state(),

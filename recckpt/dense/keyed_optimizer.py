@@ -1,4 +1,4 @@
-"""TorchRec's optimizers: state is keyed by name, and a rank has the states of those tables that it holds parts of."""
+"""TorchRec's optimizers: their states are keyed by parameter name; each rank has the states of its parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOTHING = "nothing"
 class KeyedOptimizer:
     """Wraps an optimizer like TorchRec's ``KeyedOptimizer``, recognized by ``params`` and its methods.
 
-    ``is_table`` tells weights that are saved as tables with their states; those are neither saved nor loaded here.
+    ``is_table`` says whether a weight is saved as a table, together with its state; this class leaves such weights out.
     """
 
     def __init__(self, optimizer: Optimizer, is_table: Callable[[str], bool] = lambda name: False) -> None:
@@ -46,9 +46,10 @@ class KeyedOptimizer:
     def gathered(
         self, name: str, saved: Iterable[Mapping[str, Any]], stored: Callable[[str], StoredTensor]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the parts that it takes from the states saved by ranks, and its own state as a model of the layout.
+        """Return (the state of this rank, from the states that ranks saved; the live state, which has its layout).
 
-        ``stored`` finds a sharded tensor by name. A StateMismatchError lists all that does not fit, under ``name``.
+        ``saved`` has one state per saving rank; ``stored`` returns a sharded tensor by name. StateMismatchError lists
+        all entries of the state of ``name`` that do not fit.
         """
         live = self.state_dict()
         names = {name for name in self.optimizer.params if not self._is_table(name)}
@@ -57,7 +58,7 @@ class KeyedOptimizer:
             states |= {key: values for key, values in state["state"].items() if key in names and key not in states}
             groups += state.get("param_groups", [])
             if states.keys() >= names and not groups:
-                break  # most often a rank has saved all that it needs
+                break  # often one saving rank has all the states that this rank needs
         _check(name, states, live["state"], stored)
         gathered_state: dict[str, Any] = {"state": states}
         if "param_groups" in live:
@@ -71,13 +72,13 @@ def is_keyed(obj: Any) -> bool:
 
 
 def fused_optimizers(model: nn.Module) -> Iterator[Any]:
-    """Yield TorchRec's optimizers that step in backward passes; of nested models only the outermost."""
+    """Yield TorchRec's optimizers that step in backward passes; not those of modules inside a module with one."""
     above: list[str] = []
     for path, module in model.named_modules():
         if not any(path.startswith(each) for each in above):
             optimizer: Any = getattr(module, "fused_optimizer", None)
             if inspect.ismethod(optimizer) and type(module).__module__.startswith("torchrec."):
-                optimizer = optimizer()  # in collections that are not sharded
+                optimizer = optimizer()  # a method in collections that are not sharded
             if is_keyed(optimizer):
                 above.append(f"{path}." if path else "")
                 yield optimizer
@@ -101,7 +102,7 @@ def _check(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], stored:
 
 
 def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the place and shape of each tensor in a state, and the place of each other value."""
+    """Yield (place, shape) for each tensor in a state and (place, "a value") for each other value."""
     if isinstance(value, Mapping) and value.keys() == {STAND_IN}:
         yield place, tuple(stored(value[STAND_IN]).shape)
     elif isinstance(value, Mapping):
@@ -112,6 +113,6 @@ def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "
 
 
 def _with_settings(live: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a group with the settings of the saved group that shares most parameters with it."""
+    """Return the live group with the settings of the saved group that shares most parameters with it, if any does."""
     best = max(saved, key=lambda group: len(set(live["params"]) & set(group["params"])), default=live)
     return {**(best if set(live["params"]) & set(best["params"]) else live), "params": live["params"]}

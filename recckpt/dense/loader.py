@@ -1,4 +1,4 @@
-"""Dense state from a checkpoint: ``.pt`` files without running code, and the pieces of sharded tensors."""
+"""Loads dense state from a checkpoint: ``.pt`` files, without running code from them, and sharded tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_state(storage: Files, directory: str, entry: FileEntry, *, is_mapped: b
     data, is_map = memoryview(checked), isinstance(checked, memoryview)
 
     def read(record: zipfile.ZipInfo) -> torch.UntypedStorage:
-        """Copy a record step by step, so that mapped pages can be dropped on the way."""
+        """Copy a record in steps, so that the system can drop mapped pages meanwhile."""
         lengths = data[record.header_offset + LENGTHS_AT : record.header_offset + HEADER_BYTES]
         at, n_bytes = record.header_offset + HEADER_BYTES + sum(lengths.cast("H")), record.file_size
         if at + n_bytes > len(data):
@@ -69,22 +69,22 @@ def load_state(storage: Files, directory: str, entry: FileEntry, *, is_mapped: b
 
 
 def unpickled(content: BinaryIO, path: str, read: Callable[[zipfile.ZipInfo], torch.UntypedStorage]) -> dict[Any, Any]:
-    """Return the dict in a file of torch.save without running code from it; about as fast as pickle.
+    """Return the dict in a torch.save file without running code from the file; about as fast as pickle.
 
-    ``read`` returns the storage of a record, and is called once for each. CorruptCheckpointError if it is no such file,
-    or names more than tensors and plain data.
+    ``read`` is called once per record and returns its storage. Raises CorruptCheckpointError if the file was not
+    written by torch.save, or refers to objects other than tensors and plain data.
     """
     archive = check_loadable(content, path)
     try:
         state: dict[Any, Any] = _Unpickler(archive, read).load()
-    except Exception as error:  # its bytes are those that were written, so whoever wrote them meant harm
+    except Exception as error:  # the checksum fits, so the file was crafted, not damaged
         found = f"not loadable ({type(error).__name__}: {error!s:.200})"
         raise CorruptCheckpointError(path, "", found=found, expected="tensors and plain data") from error
     return state
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that :func:`check_loadable` allows, as fresh functions that a pickle cannot change for others."""
+    """Resolves the names that :func:`check_loadable` allows, to new functions: a pickle cannot change any others."""
 
     def __init__(self, archive: LoadableArchive, read: Callable[[zipfile.ZipInfo], torch.UntypedStorage]) -> None:
         super().__init__(io.BytesIO(archive.pickle))
@@ -95,7 +95,7 @@ class _Unpickler(pickle.Unpickler):
             "torch._utils _rebuild_tensor_v3": lambda storage, *args: _tensor(storage[0], args[5], *_plain(args, 6)),
             "torch._utils _rebuild_parameter": lambda values, requires_grad, hooks: nn.Parameter(values, requires_grad),
             "_codecs encode": lambda text, encoding: text.encode("latin1"),
-            **{name: partial(kind) for name, kind in _KINDS.items()},  # attributes that a file sets go with it
+            **{name: partial(kind) for name, kind in _KINDS.items()},  # if a file sets attributes, then on these alone
             **_DTYPES,
         }
 
@@ -125,7 +125,7 @@ def _tensor(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Tensor:
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and not 0 <= last < storage.nbytes() // dtype.itemsize:  # torch would make the storage larger
+    if 0 not in shape and not 0 <= last < storage.nbytes() // dtype.itemsize:  # because torch would enlarge the storage
         raise ValueError(f"a tensor of {shape} ends at value {last} of {storage.nbytes()} bytes")
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 
@@ -150,7 +150,7 @@ def _described(value: Any) -> str:
 
 
 def is_as_stored(live: Any, stored: StoredTensor) -> bool:
-    """Say whether a tensor has the stored values already, by checksums; False for sharded ones."""
+    """Say whether a tensor already has the stored values, by checksum; False for sharded tensors."""
     index, chunk = stored.chunks[0]
     if not isinstance(live, Tensor) or is_sharded(live) or live.is_meta or len(stored.chunks) > 1:
         return False
@@ -165,10 +165,10 @@ def is_as_stored(live: Any, stored: StoredTensor) -> bool:
 
 
 def as_live(stored: StoredValue, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
-    """Return stored values laid out like a tensor of the model, on the CPU; of a sharded one only this rank's part.
+    """Return stored values on the CPU with the layout of ``live``; if ``live`` is sharded, only this rank's part.
 
-    If sizes differ the values are cut, or padded by those of the model. Without ``live`` the result is a plain tensor;
-    without ``dtype`` it has that of ``live``.
+    If sizes differ, values beyond the size of ``live`` are dropped, and missing values are copied from ``live``. If
+    ``live`` is None, the result is a plain tensor. If ``dtype`` is None, the result has the dtype of ``live``.
     """
     if live is None:
         return box_of(stored, (0,) * len(stored.shape), tuple(stored.shape), reader)
@@ -187,9 +187,10 @@ def as_live(stored: StoredValue, live: Tensor | None, reader: DenseTensors, dtyp
 
 
 def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
-    """Return the state of a registered object with its sharded tensors, saved or live, laid out as here.
+    """Return the saved state of a registered object; its sharded tensors get the layout of those in ``like``.
 
-    ``like`` is a state of the same form with the wanted layout; tensors that it lacks come plain.
+    ``like`` is a state of the same structure with the layout of this run. A sharded tensor that ``like`` lacks becomes
+    a plain tensor.
     """
     if stands_in(saved):
         stored = reader.of_extra(saved[STAND_IN])
@@ -260,7 +261,7 @@ def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[
 
 
 def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
-    """Return a sharded tensor like ``live`` with other local values, one tensor for each of its pieces."""
+    """Return a sharded tensor like ``live`` with other local values; ``pieces`` has one tensor per local shard."""
     new_pieces, of_several = list(pieces), cast(Any, live)
     if (places := own_shards("", live)) is not None:
         local = live.detach().clone()
@@ -275,7 +276,7 @@ def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
         if boxes is not None:
             local = type(boxes)(new_pieces, boxes.local_offsets())
         else:
-            local = new_pieces[0] if new_pieces else of_several.to_local()  # a rank that is not of the mesh has nothing
+            local = new_pieces[0] if new_pieces else of_several.to_local()  # a rank outside the mesh has no piece
         return DTensor.from_local(local, mesh, kinds, run_check=False, shape=live.shape, stride=live.stride())
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         WhenTrue,
     )
 
-_NAMES = {  # where each lives
+_NAMES = {  # module -> its public names
     "options": ("Choose", "Transfers", "OnSignal", "Tolerate"),
     "keep": ("Newest", "EveryNth", "Best", "OnePer", "YoungerThan", "KeepBytes", "All"),
     "when": (

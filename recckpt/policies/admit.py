@@ -1,4 +1,4 @@
-"""Which ids get rows: small pure objects that decide, of ids without a row, whether they get one at this look-up."""
+"""Admission policies: pure objects that decide which ids without a row get a row at a look-up."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy.typing as npt
 from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.types import count_of, positive_int, positive_number
 
-CELLS = 256  # in a block: one byte each, and a byte addresses them
+CELLS = 256  # cells per block; each cell is one byte, and one byte is enough to address a cell
 MAX_BLOOM_COUNT = 255
-_MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # for an id; in a bucket
-_MAX_CELLS = N_BUCKETS * _MAX_BLOCKS * CELLS  # with an id a cell, more than half share theirs; more are not summed up
+_MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # per id; per bucket
+_MAX_CELLS = N_BUCKETS * _MAX_BLOCKS * CELLS  # also the greatest capacity: at one id per cell, the error is above 0.5
 _MIN_ERROR = 1e-4
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -25,7 +25,7 @@ AdmitFunction = Callable[[Int64s, int], Any]
 
 
 class Geometry(NamedTuple):
-    """Blocks of cells for each bucket, and the number of cells in which an id is counted."""
+    """Number of blocks of cells per bucket, and number of cells per id."""
 
     blocks: int
     hashes: int
@@ -35,12 +35,13 @@ class Geometry(NamedTuple):
 class Bloom:
     """A counting Bloom filter (Fan et al., 2000) in blocks (Putze, Sanders, Singler, 2007), as in DeepRec.
 
-    Each of the 65,536 buckets of ids has blocks of its own, so the filter is divided among any number of ranks as the
-    ids are, and counts the same on all of them. A cell is one byte. Blocks exist once something is counted in them.
+    Each of the 65,536 buckets of ids has blocks of its own. So the filter is distributed among ranks like the ids, and
+    the counts do not depend on the number of ranks. A cell is one byte. A block takes no memory before the first count
+    in it.
 
     Attributes:
-        capacity: the number of distinct ids it should count. Beyond that the error grows; nothing else happens.
-        error: the share of ids counted too high when the filter is full, from 0.0001 to 0.5.
+        capacity: the expected number of distinct ids. With more ids, the error grows.
+        error: the share of ids whose count is too high once the filter has counted ``capacity`` ids; 0.0001 to 0.5.
 
     Raises:
         ValueError: a number is out of range.
@@ -59,7 +60,7 @@ class Bloom:
     @cached_property
     def geometry(self) -> Geometry:
         """Internal: the smallest geometry with this error."""
-        low, high = 1, _MAX_BLOCKS  # the first number of blocks that will do is in [low, high]
+        low, high = 1, _MAX_BLOCKS  # the least sufficient number of blocks is in [low, high]
         while low < high:
             middle = (low + high) // 2
             is_enough = false_positives(self.capacity, middle) <= self.error
@@ -69,7 +70,7 @@ class Bloom:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all cells; a table of blocks takes a sixth more, for the index."""
+        """Bytes of all cells; stored as a table of blocks, the filter takes a sixth more for the index."""
         return N_BUCKETS * self.geometry.blocks * CELLS
 
 
@@ -79,7 +80,7 @@ def false_positives(capacity: int, blocks: int) -> float:
 
 
 def _error(capacity: int, geometry: Geometry) -> float:
-    """Return that share for one geometry; ids in a block follow a Poisson distribution."""
+    """Return the share of :func:`false_positives` for one geometry; ids per block follow a Poisson distribution."""
     mean = capacity / (N_BUCKETS * geometry.blocks)
     spread = 8 * math.sqrt(mean) + 20
     ids = np.arange(max(0, int(mean - spread)), int(mean + spread) + 1)
@@ -90,41 +91,41 @@ def _error(capacity: int, geometry: Geometry) -> float:
 
 @runtime_checkable
 class Admit(Protocol):
-    """Says which ids get rows; a class of your own needs nothing but these four."""
+    """Decides which ids get rows; a class of your own must have these four members."""
 
     @property
     def counts(self) -> bool:
-        """Whether the occurrences of ids without a row have to be counted."""
+        """Whether the table must count the occurrences of ids without a row."""
 
     @property
     def bloom(self) -> Bloom | None:
-        """Where they are counted; None for exactly, by id."""
+        """The Bloom filter that counts the occurrences; None for an exact count per id."""
 
     @property
     def needs_step(self) -> bool:
-        """Whether the answer depends on the step, which the table must then be given."""
+        """Whether the answer depends on the step; if so, the table needs its ``step`` set."""
 
     def admits(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
-        """Return a mask: which of these ids get a row; pure, and the same on every rank.
+        """Return a mask, True for each id that gets a row; pure, and the same on every rank.
 
         Args:
-            ids: all different, in any order.
-            counts: how often each was looked up so far, this look-up included; of this look-up alone where nothing is
-                counted.
-            step: of the table.
+            ids: distinct ids, in any order.
+            counts: how often each id was looked up so far, this look-up included; if :attr:`counts` is False, how often
+                in this look-up.
+            step: the step of the table.
         """
 
 
 @dataclass(frozen=True)
 class MinCount:
-    """Admits an id with its n-th occurrence in training look-ups.
+    """Admits an id at its n-th occurrence in training look-ups.
 
-    After the probabilistic and frequency filters of Monolith (Liu et al., 2022) and the counter filter of DeepRec.
+    Modelled on the frequency filter of Monolith (Liu et al., 2022) and the counter filter of DeepRec.
 
     Attributes:
         n: at least 1.
-        bloom: counts in a counting Bloom filter in place of one row for each id that waits; ids are then admitted as
-            early as exact counts would admit them, some of them earlier. ``n`` is at most 255 then.
+        bloom: a counting Bloom filter for the counts; None for one exact count per id that has no row. With a filter,
+            some ids are admitted before their n-th occurrence, none later; ``n`` is at most 255.
 
     Raises:
         ValueError: ``n`` or ``bloom`` is invalid.
@@ -143,16 +144,16 @@ class MinCount:
             raise ValueError(f"MinCount: a Bloom filter counts to {MAX_BLOOM_COUNT}, found n={self.n}: omit bloom")
 
     def admits(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
-        """Return which ids occurred often enough."""
+        """Return a mask, True for each id that occurred at least n times."""
         return counts >= self.n
 
 
 @dataclass(frozen=True)
 class Probability:
-    """Admits an id with this probability at each step at which it is looked up; not counted, so it needs no memory.
+    """Admits an id with probability ``p`` at each step that looks the id up; counts nothing, so it needs no memory.
 
-    The coin is a hash of id and step: a run that is repeated or resumed admits the same ids. As the probabilistic
-    filter of Monolith (Liu et al., 2022).
+    The random number is a hash of id and step, so a run that is repeated or resumed admits the same ids. Modelled on
+    the probabilistic filter of Monolith (Liu et al., 2022).
 
     Attributes:
         p: above 0, at most 1.
@@ -171,8 +172,8 @@ class Probability:
             raise ValueError(f"Probability: p must be above 0 and at most 1, found {self.p!r}")
 
     def admits(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
-        """Return the ids that the coin of this step admits."""
-        salt = mix64(np.array([step], np.uint64) + np.uint64(1))  # mix64(0) is 0: at step 0 as at any other
+        """Return a mask, True for each id whose random number at this step is below ``p``."""
+        salt = mix64(np.array([step], np.uint64) + np.uint64(1))  # + 1 because mix64(0) is 0
         coins = mix64(mix64(ids.view(np.uint64) ^ salt) ^ salt) >> np.uint64(11)
         fell: Bools = coins < self.p * 2.0**53
         return fell
@@ -180,10 +181,11 @@ class Probability:
 
 @dataclass(frozen=True)
 class AdmitIf:
-    """Admits what a function says: ``admit(ids, step)`` returns a mask; it is pure, and the same on every rank.
+    """Admits the ids that a function chooses.
 
     Attributes:
-        function: gets different ids, int64 of shape (n,), and the step of the table; returns n bools.
+        function: called as ``function(ids, step)`` with n distinct int64 ids and the step of the table; returns n
+            bools. It must be pure, and the same on every rank.
     """
 
     function: AdmitFunction
@@ -195,7 +197,7 @@ class AdmitIf:
         return "AdmitIf"  # the same on all ranks
 
     def admits(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
-        """Return what the function says."""
+        """Return the mask of the function."""
         answers: Bools = np.asarray(self.function(ids, step))
         return answers
 

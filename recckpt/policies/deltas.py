@@ -1,4 +1,4 @@
-"""Whether the next checkpoint is a delta: a pure decision by counts of the chain that it would stand on."""
+"""Decides whether the next checkpoint is a delta, from the sizes of the chain below it; pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from recckpt.types import positive_int, positive_number
 
 MAX_DELTAS = 999  # part of the format: a chain has at most 1,000 links, one of them full
-_PATIENCE = 2  # a chain that is compacted may grow this many times as long before a full
+_PATIENCE = 2  # with compact=True, a chain may become this many times as long before the next full save
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The chain that a delta would stand on: the newest full or compacted link, and the deltas since."""
+    """The chain below the next delta: the newest full or compacted checkpoint, and the deltas since."""
 
-    n_deltas: int  # links since the full one
-    delta_bytes: int  # all files of the deltas
-    full_bytes: int  # all files of the full link
+    n_deltas: int  # deltas since the full or compacted checkpoint
+    delta_bytes: int  # bytes of all files of the deltas
+    full_bytes: int  # bytes of all files of the full or compacted checkpoint
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Deltas:
     """Delta checkpoints, with a full or compacted checkpoint from time to time.
 
     Args:
-        full_every: number of deltas after a full checkpoint.
-        max_chain_bytes: limit for the bytes of the deltas, as a multiple of those of the full checkpoint.
-        max_dirty: share of the rows that may have changed; with more, a delta saves little and the save is full.
-        compact: whether a chain that reaches these limits is compacted in the background while training goes on; then a
-            save is full only if the chain gets twice as long.
+        full_every: number of deltas after a full checkpoint, before the next full checkpoint.
+        max_chain_bytes: limit for the bytes of the deltas, as a multiple of the bytes of the full checkpoint.
+        max_dirty: greatest share of changed rows for a delta; if more rows have changed, the save is full.
+        compact: whether a chain that reaches these limits is compacted in the background while training goes on. With
+            it, a save is full only after the chain has reached twice the limits.
 
     Raises:
         ValueError: an argument is invalid.

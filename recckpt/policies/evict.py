@@ -1,4 +1,4 @@
-"""Which rows a table evicts: pure decisions on columns of some of its rows."""
+"""Eviction policies: pure objects that decide which rows a table evicts, from columns of the rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Mask = npt.NDArray[np.bool_]
 Columns = Mapping[str, npt.NDArray[Any]]
 
 COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the format: slots that a table tracks
-EVENT_TIME = "event_time"  # part of the format: in the state of a manifest, the time that counted as now
-NORM = "|embedding|"  # the length of each embedding; no slot
+EVENT_TIME = "event_time"  # part of the format: key in the state of a manifest, the present time of the data
+NORM = "|embedding|"  # a computed column, not a slot: the L2 norm of each embedding
 _DAY_SEC = 86_400
 _SPEEDUPS = ((7, 4), (6, 2))  # sixteenths of the room that are in use -> speed-up; beyond 8 a pass looks at all rows
 _MAX_DAYS = MAX_EXACT_COUNT // _DAY_SEC
 
 
 class TrainingTime(Protocol):
-    """When a decision is made."""
+    """The step and time at which a policy decides."""
 
     @property
     def step(self) -> int:
@@ -37,18 +37,18 @@ class TrainingTime(Protocol):
 
 @runtime_checkable
 class Evict(Protocol):
-    """Says which rows go. Two of them go together by ``a & b``; a list of them stands for any."""
+    """Decides which rows to evict. ``a & b`` evicts rows that both evict; a list, rows that any of them evicts."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The columns that it looks at: scalar slots, or :data:`NORM`."""
+        """The columns that the policy reads: scalar slots, or :data:`NORM`."""
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True for each row that goes; by what is in that row alone, so the order of rows does not matter."""
+        """Return a mask, True for each row to evict; the answer for a row depends on this row alone."""
 
 
 class _EvictOperators:
-    """What several policies have in common."""
+    """Base class for the operator ``&``."""
 
     def __and__(self, other: Any) -> EvictedByAll:
         return EvictedByAll(self, other)
@@ -69,14 +69,14 @@ class Unseen(_EvictOperators):
         count_of("Unseen: steps", self.steps)
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True where the step is too long ago."""
+        """Return a mask, True for each row whose last look-up was more than ``steps`` steps ago."""
         mask: Mask = rows[LAST_STEP] < now.step - self.steps
         return mask
 
 
 @dataclass(frozen=True)
 class UnseenFor(_EvictOperators):
-    """Rows whose last training look-up was more than ``days`` ago, by event time or the clock; Monolith's expiry.
+    """Rows whose last training look-up was more than ``days`` ago, in event time or else clock time; Monolith's expiry.
 
     Raises:
         ValueError: ``days`` is not a finite number above 0.
@@ -90,14 +90,14 @@ class UnseenFor(_EvictOperators):
             raise ValueError(f"UnseenFor: days must be at most {_MAX_DAYS}, found {self.days!r}")
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True where the time is too long ago."""
+        """Return a mask, True for each row whose last look-up was more than ``days`` ago."""
         mask: Mask = rows[LAST_TIME] < now.time - self.days * _DAY_SEC
         return mask
 
 
 @dataclass(frozen=True)
 class LowCount(_EvictOperators):
-    """Rows that training has looked up fewer than ``n`` times, brand-new ones included.
+    """Rows that training has looked up fewer than ``n`` times, new rows included.
 
     ``LowCount(2) & Unseen(steps=1000)`` gives each row 1,000 steps to be looked up again.
 
@@ -112,14 +112,14 @@ class LowCount(_EvictOperators):
         count_of("LowCount: n", self.n)
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True where there were too few."""
+        """Return a mask, True for each row with fewer than ``n`` look-ups."""
         mask: Mask = rows[COUNT] < self.n
         return mask
 
 
 @dataclass(frozen=True)
 class SmallNorm(_EvictOperators):
-    """Rows whose embedding has an L2 norm below ``x``, brand-new ones included; DeepRec's ``L2WeightEvict``.
+    """Rows whose embedding has an L2 norm below ``x``, new rows included; DeepRec's ``L2WeightEvict``.
 
     Raises:
         ValueError: ``x`` is not a finite number above 0.
@@ -132,17 +132,17 @@ class SmallNorm(_EvictOperators):
         positive_number("SmallNorm: x", self.x)
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True where the norm is below ``x``; embeddings with a NaN stay, so that they are noticed."""
+        """Return a mask, True for each norm below ``x``; embeddings with a NaN stay, so that users notice them."""
         mask: Mask = rows[NORM] < self.x
         return mask
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class EvictedByAll(_EvictOperators):
-    """Rows that each of these evicts; ``a & b`` is the same.
+    """Rows that each of the policies evicts; the same as ``a & b``.
 
     Raises:
-        ValueError: one of them is not an :class:`Evict`, or a :class:`Capacity`, which decides on all rows at once.
+        ValueError: a policy is not an :class:`Evict`, or is a :class:`Capacity`, which compares rows with each other.
     """
 
     policies: tuple[Evict, ...]
@@ -156,11 +156,11 @@ class EvictedByAll(_EvictOperators):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What any of the policies needs."""
+        """The columns that any of the policies reads."""
         return tuple(sorted({name for policy in self.policies for name in policy.needs}))
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True for rows that all policies evict."""
+        """Return a mask, True for each row that all policies evict."""
         masks = [policy.evicted(rows, now) for policy in self.policies]
         together: Mask = np.logical_and.reduce(masks)
         return together
@@ -171,16 +171,16 @@ class EvictedByAll(_EvictOperators):
 
 @dataclass(frozen=True)
 class Capacity:
-    """At most ``n`` rows on all ranks together: rows with the least ``by`` go; among equals those with the lowest ids.
+    """Keeps at most ``n`` rows on all ranks together: evicts the rows with the least ``by``, equal ones by lowest id.
 
-    In training it makes ``room`` before the table is full, so that no look-up waits; called by hand it leaves ``n``
-    rows. Rows go only between steps: unless ``CheckpointManager.step()`` or ``table.step`` counts them, the table grows
-    past ``n``, with a warning. TorchRec's ZCH does the same by ``DistanceLFU_EvictionPolicy`` and
-    ``LRU_EvictionPolicy``.
+    In training, the table evicts rows before it is full, so that no look-up waits; a call of ``table.evict`` leaves
+    ``n`` rows. The table evicts only between steps. If neither ``CheckpointManager.step()`` nor ``table.step`` counts
+    the steps, the table grows past ``n``, with a warning. TorchRec's ZCH has the same policies as
+    ``DistanceLFU_EvictionPolicy`` and ``LRU_EvictionPolicy``.
 
     Args:
-        n: rows.
-        by: ``"last_step"`` evicts rows not seen for longest, ``"count"`` rows seen least.
+        n: greatest number of rows.
+        by: ``"last_step"`` evicts the least recently seen rows, ``"count"`` the least often seen rows.
         room: share of ``n`` that stays free for new rows.
 
     Raises:
@@ -200,30 +200,30 @@ class Capacity:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The slot that decides."""
+        """The slot by which rows are compared."""
         return (self.by,)
 
     @property
     def target(self) -> int:
-        """Internal: rows that stay while training."""
+        """Internal: number of rows that a pass leaves during training."""
         return self.n - int(self.n * self.room)
 
     def is_crowded(self, n_rows: int) -> bool:
-        """Internal: say whether there are too many rows to wait for the next pass: half of the room is used."""
+        """Internal: say whether a pass must begin now, because half of the room is used."""
         return 2 * n_rows > self.target + self.n
 
     def pace(self, n_rows: int) -> int:
-        """Internal: return the speed-up (1, 2 or 4) that keeps room for new rows until the pass ends."""
+        """Internal: return how much faster a pass must run (1, 2 or 4 times) so that the room lasts until its end."""
         in_use, room = n_rows - self.target, self.n - self.target
         return next((speedup for sixteenths, speedup in _SPEEDUPS if 16 * in_use > sixteenths * room), 1)
 
     def excess(self, n_rows: int, n_in_part: int, share: float) -> int:
-        """Internal: return how many rows a part with this ``share`` of all ids must evict to keep to it."""
+        """Internal: return how many rows to evict from a part of the table that has this ``share`` of all ids."""
         return max(0, min(n_rows - self.target, n_in_part - math.ceil(self.target * share)))
 
 
 def first_rows(by: npt.NDArray[Any], ids: npt.NDArray[np.int64], n: int) -> Mask:
-    """Return a mask of the ``n`` rows with the least ``by``; of equal ones, those with the lowest ids."""
+    """Return a mask of the ``n`` rows with the least ``by``; rows with equal ``by`` are ordered by id."""
     if n >= len(by):
         return np.ones(len(by), np.bool_)
     if n <= 0:

@@ -1,4 +1,4 @@
-"""What to keep: small pure objects that choose among committed checkpoints, by age, step, metric or time."""
+"""Retention policies: pure objects that choose which committed checkpoints to keep, by age, step, metric or time."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from recckpt.types import byte_count, positive_int, positive_number
 
 @runtime_checkable
 class Keep(Protocol):
-    """Says which checkpoints to keep; a class of your own needs nothing but this.
+    """Decides which checkpoints to keep; a class of your own must have this method.
 
-    Rotation keeps the newest checkpoint of all and pinned ones whatever it says, and shows it no ephemeral ones.
+    Rotation always keeps the newest checkpoint and all pinned checkpoints. The policy does not see ephemeral ones.
     """
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids of those to keep; pure.
+        """Return the ids of the checkpoints to keep; pure.
 
         Args:
-            checkpoints: the current one of each id, in order of commit, oldest first; may be empty.
-            now: the time, with its zone.
+            checkpoints: one manifest per checkpoint id, in order of commit, oldest first; may be empty.
+            now: the present time, with time zone.
         """
 
 
 class KeepOperators(Keep, Protocol):
-    """Joins by ``|``."""
+    """Base class for the operator ``|``."""
 
     def __or__(self, other: Keep) -> KeptByAny:
         return KeptByAny(self, other)
@@ -41,10 +41,10 @@ class KeepOperators(Keep, Protocol):
 
 @dataclass(frozen=True, init=False, repr=False)
 class KeptByAny(KeepOperators):
-    """Those that any of these keeps, each asked about all checkpoints; the same as ``a | b``.
+    """Keeps the checkpoints that any of the policies keeps; the same as ``a | b``. Each policy sees all checkpoints.
 
     Raises:
-        ValueError: none is given, or one of them is not a :class:`Keep`.
+        ValueError: there is no policy, or an argument is not a :class:`Keep`.
     """
 
     keeps: tuple[Keep, ...]
@@ -68,15 +68,15 @@ def is_keep(value: Any) -> TypeGuard[Keep]:
 
 @dataclass(frozen=True)
 class Best(KeepOperators):
-    """The ``k`` best by a metric that was given to the save, or by several; of equal ones, the newer.
+    """Keeps the ``k`` best checkpoints by one or several metrics that the save got; of equal ones, the newer.
 
-    Checkpoints without a metric, or with a value that is not finite, are never among them.
+    Checkpoints without a metric, or with a value that is not finite, are not kept.
 
     Args:
-        k: how many.
-        metric: its name in ``Manifest.state``; or several with weights, ``{"auc": 1, "loss": -0.1}``, for the weighted
-            sum.
-        mode: whether the greatest or the least is best.
+        k: how many checkpoints to keep.
+        metric: name of a metric in ``Manifest.state``; or names with weights, such as ``{"auc": 1, "loss": -0.1}``, to
+            compare the weighted sum.
+        mode: ``"max"`` if the greatest value is best, ``"min"`` if the least is.
 
     Raises:
         ValueError: an argument is invalid.
@@ -105,7 +105,7 @@ class Best(KeepOperators):
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Each metric with its weight."""
+        """Metric -> weight."""
         if isinstance(self.metric, str):
             return {self.metric: 1} if self.metric else {}
         return self.metric if isinstance(self.metric, Mapping) else {}
@@ -119,7 +119,7 @@ class Best(KeepOperators):
 
 
 def idle(keep: object, checkpoints: Sequence[Manifest]) -> list[str]:
-    """Return why policies of the best keep nothing, for each metric that no checkpoint has."""
+    """Return one message per :class:`Best` that keeps nothing because no checkpoint has its metric."""
     parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
     names = sorted(_metrics(checkpoints))
     of_best = (part for part in parts if isinstance(part, Best))
@@ -131,7 +131,7 @@ def idle(keep: object, checkpoints: Sequence[Manifest]) -> list[str]:
 
 
 def _not_finite(checkpoints: Sequence[Manifest], names: Iterable[str]) -> str:
-    """Name checkpoints in which a metric is not a finite number, and so not compared; "" if there are none."""
+    """Return a text that names checkpoints whose metric is not a finite number; "" if there are no such checkpoints."""
     values = [
         (name, one.state[name], one.ckpt_id) for one in reversed(checkpoints) for name in names if name in one.state
     ]
@@ -144,7 +144,7 @@ def _metrics(checkpoints: Sequence[Manifest]) -> set[str]:
 
 
 def best_in(keep: object) -> Best:
-    """Return the :class:`Best` in what ``max_keep`` may be; ValueError if there is not exactly one."""
+    """Return the :class:`Best` in a value of ``max_keep``; ValueError if there is none, or several that differ."""
     parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
     best: list[Best] = []
     for part in (part for part in parts if isinstance(part, Best)):
@@ -152,13 +152,13 @@ def best_in(keep: object) -> Best:
     if len(best) > 1:
         both = " and ".join(f"{part.metric!r} ({part.mode})" for part in best)
         raise ValueError(
-            f"found max_keep={keep!r}, where the best may be that of {both}: name the step, which "
-            "recckpt.find_checkpoint(output_dir, 'best', metric, mode).step tells"
+            f"found max_keep={keep!r}, which has several kinds of best, {both}: pass the step, such as "
+            "recckpt.find_checkpoint(output_dir, 'best', metric, mode).step"
         )
     if not best:
         raise ValueError(
-            f"found max_keep={keep!r}, which does not say what is best: give the saver one that does, such as "
-            "Newest(3) | Best(1, 'auc'), or name the step"
+            f"found max_keep={keep!r}, which does not say what is best: pass one that does to the saver, such as "
+            "Newest(3) | Best(1, 'auc'), or pass the step"
         )
     return best[0]
 
@@ -167,7 +167,7 @@ def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
     """Return the id of the best checkpoint, ephemeral ones excluded.
 
     Raises:
-        CheckpointNotFoundError: none has the metric; lists the metrics found.
+        CheckpointNotFoundError: no checkpoint has the metric; the message lists the metrics that they have.
     """
     checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.ephemeral]
     ids = replace(best, k=1).kept(checkpoints, datetime.now(timezone.utc))
@@ -186,7 +186,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 @dataclass(frozen=True)
 class All(KeepOperators):
-    """Every checkpoint; what ``max_keep=None`` stands for."""
+    """Keeps every checkpoint; the same as ``max_keep=None``."""
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
         return {checkpoint.ckpt_id for checkpoint in checkpoints}
@@ -194,7 +194,7 @@ class All(KeepOperators):
 
 @dataclass(frozen=True)
 class Newest(KeepOperators):
-    """The ``n`` newest; what ``max_keep=n`` stands for.
+    """Keeps the ``n`` newest checkpoints; the same as ``max_keep=n``.
 
     Raises:
         ValueError: ``n`` is not an int of at least 1.
@@ -211,7 +211,7 @@ class Newest(KeepOperators):
 
 @dataclass(frozen=True)
 class EveryNth(KeepOperators):
-    """Those whose step is a multiple of ``n``, for ever.
+    """Keeps every checkpoint whose step is a multiple of ``n``, however old.
 
     Raises:
         ValueError: ``n`` is not an int of at least 1.
@@ -223,13 +223,13 @@ class EveryNth(KeepOperators):
         positive_int("EveryNth: n", self.n)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids with such a step; checkpoints without a step are left out."""
+        """Return the ids of checkpoints whose step is a multiple of ``n``; checkpoints without a step are not kept."""
         return {each.ckpt_id for each in checkpoints if each.step is not None and each.step % self.n == 0}
 
 
 @dataclass(frozen=True)
 class YoungerThan(KeepOperators):
-    """Those written less than ``seconds`` ago; one whose time cannot be read counts as young.
+    """Keeps checkpoints written less than ``seconds`` ago, and those with an unreadable time.
 
     Raises:
         ValueError: ``seconds`` is not a finite number above 0.
@@ -247,9 +247,9 @@ class YoungerThan(KeepOperators):
 
 @dataclass(frozen=True)
 class OnePer(KeepOperators):
-    """The first of each interval of ``seconds`` since 1970 UTC, such as 86400 for one a day, for ever.
+    """Keeps the first checkpoint per interval of ``seconds`` since 1970 UTC, however old; 86400 keeps one per day.
 
-    Those whose time cannot be read stay.
+    Checkpoints with an unreadable time are kept too.
 
     Raises:
         ValueError: ``seconds`` is not a finite number above 0.
@@ -271,13 +271,13 @@ class OnePer(KeepOperators):
 
 @dataclass(frozen=True)
 class KeepBytes(KeepOperators):
-    """The newest that fit into ``n_bytes`` together with the links they need; always the newest of all.
+    """Keeps the newest checkpoints that fit into ``n_bytes`` with the links they need; always the newest one.
 
     Args:
         n_bytes: an int, or a text such as ``"2 TB"``.
 
     Raises:
-        ValueError: it is not a number of bytes of at least 1.
+        ValueError: ``n_bytes`` is not a number of bytes of at least 1.
     """
 
     n_bytes: int | str
@@ -286,7 +286,7 @@ class KeepBytes(KeepOperators):
         object.__setattr__(self, "n_bytes", byte_count("KeepBytes: n_bytes", self.n_bytes))
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the newest ids; the links below a delta count once, for the newest that needs them."""
+        """Return the ids to keep; a link that several deltas need is counted once, for the newest of the deltas."""
         sizes = {checkpoint.name: checkpoint.n_bytes for checkpoint in checkpoints}
         counted, kept = set[str](), set[str]()
         for checkpoint in reversed(checkpoints):

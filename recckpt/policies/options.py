@@ -1,4 +1,4 @@
-"""Options that belong together, each group a frozen object that is checked as it is made: of a saver, of a manager."""
+"""Groups of options of savers and managers; each group is a frozen object that checks its values when it is made."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _GROUPS = ("sparse", "sparse_opt")  # groups of load_conf with slots of tables
 
 @dataclass(frozen=True)
 class Choose:
-    """Which slots and rows of tables are saved, and how narrow; docs/save.md. By default all, as they are.
+    """Which slots and rows of tables to save, and in which dtypes; by default all, in their own dtypes. docs/save.md.
 
     Args:
-        slots: patterns of the slots that are saved beside embeddings, such as ``"*@count"``; ``"!..."`` excludes what
-            matches; ``[]`` saves embeddings only, None all slots.
-        where: table or pattern -> conditions on the rows to save, as ``where`` of a ``load_conf``.
-        store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
+        slots: patterns of the slots to save in addition to embeddings, such as ``"*@count"``; ``"!..."`` excludes
+            matching slots. ``[]`` saves embeddings only, None all slots.
+        where: table or pattern -> conditions on the rows to save, with the syntax of ``where`` in a ``load_conf``.
+        store: slot or pattern -> a narrower dtype to store the slot in, such as ``{"*@*exp_avg*": "bfloat16"}``.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; says which.
+        TypeError, ValueError: an argument is invalid.
     """
 
     slots: Sequence[str] | None = None
@@ -40,11 +40,11 @@ class Choose:
     store: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _ = self.patterns, self.row_filters, self.dtypes  # each refuses what it cannot parse
+        _ = self.patterns, self.row_filters, self.dtypes  # each raises an error for what it cannot parse
 
     @cached_property
     def patterns(self) -> tuple[tuple[Pattern, ...] | None, tuple[Pattern, ...]]:
-        """Internal: the slots to save, None for all, and exceptions."""
+        """Internal: (patterns of slots to save or None for all, patterns of slots to exclude)."""
         if self.slots is None:
             return None, ()
         if not is_list(self.slots) or not all(isinstance(name, str) and name.removeprefix("!") for name in self.slots):
@@ -61,7 +61,7 @@ class Choose:
 
     @cached_property
     def row_filters(self) -> tuple[tuple[Pattern, RowFilter], ...]:
-        """Internal: the conditions of rows, by tables."""
+        """Internal: (pattern of tables, filter of their rows) for each entry of ``where``."""
         filters = []
         for name, value in _pairs("where", self.where):
             pattern = _pattern("where", name)
@@ -73,7 +73,7 @@ class Choose:
 
     @cached_property
     def dtypes(self) -> tuple[tuple[Pattern, str], ...]:
-        """Internal: the names of dtypes, by slots."""
+        """Internal: (pattern of slots, name of the dtype to store them in) for each entry of ``store``."""
         dtypes = []
         for name, dtype in _pairs("store", self.store):
             pattern, text = _pattern("store", name), str(dtype).removeprefix("torch.")
@@ -102,20 +102,23 @@ def _pattern(what: str, text: str) -> Pattern:
 
 @dataclass(frozen=True)
 class Near:
-    """Near saves: what has changed since the newest checkpoint, on the host itself, every few steps; docs/near.md.
+    """Near saves: every few steps, write the changes since the newest checkpoint to the host itself; docs/near.md.
 
-    After the death of processes a run restores a newer state with them. They never replace a checkpoint.
+    If processes die, the run restores the newest near save, which is newer than the newest checkpoint. Near saves never
+    replace checkpoints.
 
     Args:
-        path: a directory of this host, such as one below ``/dev/shm``. Ranks that see the same one are on one host.
-        interval: when a manager makes them, between its checkpoints; steps or a policy of :mod:`recckpt.policies.when`.
-            If there is no checkpoint yet to stand on, one is made instead. None makes no near saves, but restores
-            existing ones.
-        max_bytes: how much near saves of one output dir may take there, such as ``"16GiB"``; allow for three times the
-            largest one. None for no limit. One that does not fit is not made, with a warning.
+        path: a directory on this host, such as one below ``/dev/shm``. Ranks that see the same directory are on one
+            host.
+        interval: when a manager makes near saves between its checkpoints; a number of steps, or a policy of
+            :mod:`recckpt.policies.when`. Before the first checkpoint, the manager makes a checkpoint instead. With
+            None, the manager makes no near saves, but restores existing ones.
+        max_bytes: limit for the bytes of all near saves of one output dir in ``path``, such as ``"16GiB"``; allow three
+            times the largest near save. None for no limit. A near save that does not fit is omitted, with a warning.
         timeout_sec: how long ranks wait for each other in a near save.
         copies: how many other hosts get a copy of what a host writes, so that a near save survives the loss of the
-            host; None for one copy if ranks are on several hosts. With too few hosts there are fewer, with a warning.
+            host; None for one copy if ranks are on several hosts. If there are too few hosts, fewer copies are made,
+            with a warning.
 
     Raises:
         ValueError: an argument is invalid.
@@ -151,16 +154,18 @@ class Near:
 
 @dataclass(frozen=True)
 class Transfers:
-    """How files and messages of saves and loads travel, and how long they may take; docs/storage.md.
+    """How saves and loads transfer files, and how long ranks wait for each other; docs/storage.md.
 
     Args:
-        timeout_sec: how long a rank waits for the others; at least the time between the fastest and the slowest writer.
-        visible_sec: how long ranks look for files of others, which NFS may show late; at most half of ``timeout_sec``.
-        min_free_bytes: refuses a save that would leave less room, by an estimate, if the storage knows its free room.
-        max_uploads: how many files all ranks of a host upload at once; None for one a thread.
-        work_dir: a directory on this host where a save writes its files before it uploads them; once they are there,
-            training need not copy rows aside any more. Empty except during a save or load.
-        pre_download: whether a load from an object store copies files first, to ``work_dir`` or else ``TMPDIR``.
+        timeout_sec: how long a rank waits for other ranks; at least the time from the fastest to the slowest writer.
+        visible_sec: how long ranks look for files of other ranks, because NFS may show new files late; at most half of
+            ``timeout_sec``.
+        min_free_bytes: refuse a save if, by an estimate, less free space than this would remain; ignored if the storage
+            does not report its free space.
+        max_uploads: how many files all ranks of a host together upload in parallel; None for one per thread.
+        work_dir: a directory on this host where a save writes its files before it uploads them. Once they are written,
+            training no longer copies rows that it changes. The directory is empty except during a save or load.
+        pre_download: whether a load from an object store first copies files to ``work_dir``, or ``TMPDIR`` without it.
 
     Raises:
         ValueError: an argument is invalid.
@@ -187,19 +192,19 @@ class Transfers:
         flag("Transfers: pre_download", self.pre_download)
 
 
-Signals = Sequence[int | str] | int | str  # by number or name
+Signals = Sequence[int | str] | int | str  # numbers or names
 
 
 @dataclass(frozen=True)
 class OnSignal:
-    """Signals after which the next step saves, and how long that may take.
+    """Signals that make the next step save, and how long that save may take.
 
     Args:
-        signals: such as ``("SIGTERM", "SIGUSR1")``, or their numbers.
-        grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
+        signals: names or numbers of signals, such as ``("SIGTERM", "SIGUSR1")``.
+        grace_sec: after so many seconds the process ends even if the save is not complete; None for no limit.
 
     Raises:
-        ValueError: there is no such signal, or ``grace_sec`` is not a number above 0.
+        ValueError: a signal does not exist, or ``grace_sec`` is not a number above 0.
     """
 
     signals: Signals = ()
@@ -212,7 +217,7 @@ class OnSignal:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The signals by their numbers, each once."""
+        """The distinct numbers of the signals."""
         chosen = [self.signals] if isinstance(self.signals, str | int) else self.signals
         try:
             return tuple(dict.fromkeys(map(_number, chosen)))
@@ -236,11 +241,11 @@ def _number(value: int | str) -> int:
 
 @dataclass(frozen=True)
 class Tolerate:
-    """Lets training go on after saves that failed, a few in a row.
+    """Lets training continue after failed saves, up to a number of consecutive failures.
 
     Args:
-        raise_after: number of failed saves in a row after which the step raises an error.
-        call: gets each error before that, on every rank, and may raise another; None logs it.
+        raise_after: number of consecutive failed saves at which the step raises an error.
+        call: function that gets the error of each earlier failure, on every rank, and may raise; None to log the error.
 
     Raises:
         ValueError: ``raise_after`` is not an int of at least 1, or ``call`` cannot be called.
@@ -259,10 +264,10 @@ OnSaveError = Literal["raise", "warn"] | Callable[[SaveFailedError], object] | T
 
 
 def as_tolerate(on_save_error: Any) -> Tolerate | None:
-    """Return what an argument ``on_save_error`` stands for, None where each error is raised.
+    """Return the policy for an argument ``on_save_error``; None if each error is raised.
 
     Raises:
-        ValueError: it is neither one of the two words, nor a callable, nor a :class:`Tolerate`.
+        ValueError: ``on_save_error`` is not "raise", "warn", a callable or a :class:`Tolerate`.
     """
     if isinstance(on_save_error, Tolerate):
         return on_save_error

@@ -1,4 +1,4 @@
-"""``where``: which rows of a table a load takes, or a save."""
+"""The option ``where``: which rows of a table to load or save."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from recckpt.types import is_list
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SAMPLE_SALT = np.uint64(0x9E3779B97F4A7C15)  # a sample must not be a range of buckets
+_SAMPLE_SALT = np.uint64(0x9E3779B97F4A7C15)  # without it, a sample would be a range of buckets
 _MOST = sys.float_info.max
 _INT64 = np.iinfo(np.int64)
 
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Conditions that a row must meet, all of them."""
+    """Conditions on rows; a row is kept if it meets all of them."""
 
-    minimum: tuple[tuple[str, int | float], ...] = ()  # scalar slot, and the least value that is taken
+    minimum: tuple[tuple[str, int | float], ...] = ()  # (scalar slot, least value)
     ids: frozenset[int] | None = None  # None for all
-    sample: float = 1.0  # the share of all ids, chosen by their hash, so always the same ones
+    sample: float = 1.0  # share of all ids; a hash chooses the ids, so they are always the same ones
 
     @property
     def slots(self) -> frozenset[str]:
         return frozenset(slot for slot, _ in self.minimum)
 
     def of(self, slots: Collection[str]) -> RowFilter:
-        """Return the conditions without those on slots that a table lacks."""
+        """Return a filter without the conditions on slots that are not in ``slots``."""
         return replace(self, minimum=tuple(condition for condition in self.minimum if condition[0] in slots))
 
     def keeps(self, ids: npt.NDArray[np.int64], values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the rows to take, from their ids and the :func:`numbers` of :attr:`slots`."""
+        """Return a mask of the rows that meet all conditions; ``values`` has :func:`numbers` of all :attr:`slots`."""
         kept = np.ones(len(ids), np.bool_)
         for slot, least in self.minimum:
             kept &= _at_least(values[slot], least)
@@ -72,7 +72,7 @@ def numbers(values: Tensor) -> npt.NDArray[Any]:
 
 
 def _at_least(values: npt.NDArray[Any], least: int | float) -> npt.NDArray[np.bool_]:
-    """Compare without rounding ``least``: an int64 may be a time in nanoseconds, which float64 does not hold."""
+    """Return ``values >= least`` without rounding, because float64 cannot hold int64 times in nanoseconds."""
     if values.dtype.kind == "f":
         rounded = float(least)
         return np.asarray(values >= (rounded if rounded >= least else math.nextafter(rounded, math.inf)))
@@ -84,8 +84,8 @@ def parse_row_filter(value: Any) -> RowFilter:
     """Return the filter of a ``where`` value.
 
     Raises:
-        ValueError: neither a list of ids nor a dict of ``{"<slot>": {"min": number}}``, ``{"ids": [...]}`` and
-            ``{"sample": share}``.
+        ValueError: ``value`` is neither a list of ids nor a dict with entries ``"<slot>": {"min": number}``,
+            ``"ids": [...]`` and ``"sample": share``.
     """
     if is_list(value):
         return RowFilter(ids=_ids(value))

@@ -1,4 +1,4 @@
-"""Decides whether a manager saves now, and what it does while a save runs; and the best interval."""
+"""Decides whether a manager saves now, also while another save runs; and computes the best interval of saves."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from recckpt.policies.when import Moment, When
 
 Backpressure = Literal["wait", "skip", "latest"]
 Kind = Literal["regular", "ephemeral"]
-Agreed = Callable[[Callable[[], bool]], bool]  # asks all ranks and returns one answer
+Agreed = Callable[[Callable[[], bool]], bool]  # calls the function on all ranks and returns one answer for all
 
 
 @dataclass(frozen=True)
 class SaveCounts:
-    """What became of the saves of a manager.
+    """How many saves of a manager had each outcome.
 
     Attributes:
         begun: saves that began.
-        deltas: those of them that were deltas.
+        deltas: begun saves that were deltas.
         failed: saves that failed.
-        waited: saves that waited for the one before.
-        skipped: saves that were due but omitted, because one was under way.
-        dropped: saves that were put off, and replaced by a later one.
-        near: near saves that were acknowledged.
-        near_failed: near saves that failed, for want of room too.
-        near_skipped: near saves that were due but omitted: one was under way, or too much had changed.
+        waited: saves that waited for the previous save.
+        skipped: saves that were due but omitted, because another was running.
+        dropped: saves that were postponed, then dropped or replaced by a later save.
+        near: near saves that completed.
+        near_failed: near saves that failed, also for lack of space.
+        near_skipped: near saves that were due but omitted, because another was running or too many rows had changed.
     """
 
     begun: int = 0
@@ -43,7 +43,7 @@ class SaveCounts:
 
 
 class Trigger:
-    """Says when something is due; touches no disk."""
+    """Decides when saves of one kind are due; does no I/O."""
 
     def __init__(self, when: When, start: Moment) -> None:
         self._when, self.last = when, start
@@ -52,11 +52,11 @@ class Trigger:
         self.last = now
 
     def see(self, now: Moment) -> None:
-        """Note the first known event time, and one that was set back."""
+        """Count from this event time if it is the first known one, or earlier than the last."""
         self.last = self._seen(now)
 
     def is_due(self, now: Moment, agreed: Agreed) -> bool:
-        """Say whether it is due, the same on all ranks; changes nothing."""
+        """Say whether a save is due, the same on all ranks; changes nothing."""
         ask = partial(self._when.due, now, self._seen(now))
         return ask() if self._when.same_on_all_ranks else agreed(ask)
 
@@ -67,10 +67,10 @@ class Trigger:
 
 
 class Schedule:
-    """Decides whether to save now; touches no disk.
+    """Decides whether to save now; does no I/O.
 
     Attributes:
-        pending: the kind of a postponed save.
+        pending: the kind of the postponed save; None if no save is postponed.
     """
 
     def __init__(self, regular: When, ephemeral: When | None, backpressure: Backpressure, start: Moment) -> None:
@@ -90,7 +90,7 @@ class Schedule:
         self.pending = None
 
     def see(self, now: Moment) -> None:
-        """Note the first known event time, and one that was set back."""
+        """Count from this event time if it is the first known one, or earlier than the last."""
         for trigger in self._triggers.values():
             trigger.see(now)
 
@@ -100,7 +100,7 @@ class Schedule:
         for kind, trigger in self._triggers.items():  # if both are due, the regular one is made
             if trigger.is_due(now, agreed):
                 is_saved = now.step == self._triggers["regular"].last.step  # at the end of a window or an epoch
-                return "regular" if is_saved else kind  # an ephemeral one would take the place of what is to stay
+                return "regular" if is_saved else kind  # an ephemeral save would replace the regular one of this step
         return None
 
     def would_save(self, now: Moment, agreed: Agreed) -> bool:
@@ -108,7 +108,12 @@ class Schedule:
         return any(trigger.is_due(now, agreed) for trigger in self._triggers.values())
 
     def admit(self, due: Kind | None, is_running: Callable[[], bool]) -> Kind | None:
-        """Return what to save now, of what is due and what was postponed; ``is_running`` is the same on all ranks."""
+        """Return the kind of save to make now, given the due and the postponed save; None for no save.
+
+        Args:
+            due: the kind of save that is due.
+            is_running: whether another save is running; the same on all ranks.
+        """
         if due is None and self.pending is None:
             return None
         self.count(dropped=due is not None and self.pending is not None)
@@ -131,12 +136,12 @@ class Schedule:
         return had_pending
 
     def begun(self, kind: Kind, now: Moment) -> None:
-        """Note a save; a regular one also counts for ephemeral ones, and either for a postponed one."""
+        """Record that a save began: its interval restarts (for a regular save both), and no save is postponed now."""
         self.count(begun=1)
         self.missed(kind, now)
 
     def missed(self, kind: Kind, now: Moment) -> None:
-        """Count from a save that could not begin: it is tried again when the next is due, not at each step."""
+        """Restart the interval after a save that could not begin, so that it is not retried at each step."""
         self.pending = None
         for made in self._triggers if kind == "regular" else [kind]:
             self._triggers[made].restart(now)
@@ -164,9 +169,9 @@ def lost_share(every_sec: float, pause_sec: float, total_sec: float, failure_sec
     """Return the share of time lost to saves and failures, to first order; at most 1.
 
     Args:
-        every_sec: between the begins of two saves; above 0.
+        every_sec: seconds between the begins of two saves; above 0.
         pause_sec: how long a save stops training.
-        total_sec: from the begin of a save to its commit; what is trained meanwhile is lost with a failure too.
+        total_sec: seconds from the begin of a save to its commit; a failure also loses the training of this time.
         failure_sec: mean time between failures; above 0.
     """
     return min(1.0, pause_sec / every_sec + (every_sec / 2 + total_sec) / failure_sec)

@@ -1,4 +1,4 @@
-"""When to save: small pure objects that say whether a save is due, by steps, windows, time or a predicate."""
+"""Save policies: pure objects that decide whether a save is due, by steps, windows, epochs, time or a predicate."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Ends = Literal["step", "window", "epoch"]
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training is.
+    """The progress of training at one time.
 
     Attributes:
-        step: steps so far.
-        seconds: the time by the clock of the manager; only differences count.
+        step: number of steps so far.
+        seconds: time on the clock of the manager; only differences have a meaning.
         event_time: the latest time of an event in the data so far, in seconds since 1970 UTC; None if unknown.
-        metrics: what the caller measured at this step.
-        windows: windows so far.
-        epochs: epochs so far.
-        ends: what has just ended: a step, or after the last step of it a window or an epoch.
+        metrics: metrics that the caller passed at this step.
+        windows: number of windows so far.
+        epochs: number of epochs so far.
+        ends: what has just ended: a step, a window or an epoch; a window or epoch ends after its last step.
     """
 
     step: int
@@ -38,23 +38,23 @@ class Moment:
 
 @runtime_checkable
 class When(Protocol):
-    """Says when a save is due; a class of your own needs nothing but these two."""
+    """Decides when a save is due; a class of your own must have these two members."""
 
     @property
     def same_on_all_ranks(self) -> bool:
-        """Whether the answer follows from what is counted alone, so that ranks need not agree on it."""
+        """Whether the answer depends on counts alone, so that all ranks have the same answer without communication."""
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Say whether to save; pure.
 
         Args:
             now: the moment after a step, a window or an epoch.
-            last: that of the last save, or of the start where this run has not saved yet.
+            last: the moment of the last save, or of the start if this run has not saved yet.
         """
 
 
 class _WhenOperators(When, Protocol):
-    """Joins by ``|``."""
+    """Base class for the operator ``|``."""
 
     def __or__(self, other: When) -> AnyOf:
         return AnyOf(self, other)
@@ -83,7 +83,7 @@ class _Timed(_WhenOperators):
 
 @dataclass(frozen=True)
 class EverySteps(_Counted):
-    """At every step that is a multiple of ``n``.
+    """Saves at every step that is a multiple of ``n``.
 
     Raises:
         ValueError: ``n`` is not an int of at least 1.
@@ -95,10 +95,10 @@ class EverySteps(_Counted):
 
 @dataclass(frozen=True)
 class AtSteps(_WhenOperators):
-    """At these steps, which are counted from 1.
+    """Saves at the given steps; the first step is 1.
 
     Raises:
-        ValueError: ``steps`` is empty, or one of them is not an int of at least 1.
+        ValueError: ``steps`` is empty, or has an element that is not an int of at least 1.
     """
 
     steps: Sequence[int]
@@ -120,7 +120,7 @@ class AtSteps(_WhenOperators):
 
 @dataclass(frozen=True)
 class EveryWindows(_Counted):
-    """At the end of every window, as ``CheckpointManager.window`` counts them, whose number is a multiple of ``n``.
+    """Saves at the end of each n-th window; ``CheckpointManager.window`` counts windows.
 
     Raises:
         ValueError: ``n`` is not an int of at least 1.
@@ -132,7 +132,7 @@ class EveryWindows(_Counted):
 
 @dataclass(frozen=True)
 class EveryEpochs(_Counted):
-    """At the end of every epoch, as ``CheckpointManager.epoch`` counts them, whose number is a multiple of ``n``.
+    """Saves at the end of each n-th epoch; ``CheckpointManager.epoch`` counts epochs.
 
     Raises:
         ValueError: ``n`` is not an int of at least 1.
@@ -144,7 +144,7 @@ class EveryEpochs(_Counted):
 
 @dataclass(frozen=True)
 class EverySeconds(_Timed):
-    """As soon as ``seconds`` have gone by since the last save, whatever made it, or since the start.
+    """Saves once ``seconds`` have passed since the last save of any kind, or since the start.
 
     Raises:
         ValueError: ``seconds`` is not a finite number above 0.
@@ -156,9 +156,10 @@ class EverySeconds(_Timed):
 
 @dataclass(frozen=True)
 class EveryEventTime(_Timed):
-    """When the time of the data has passed a multiple of ``seconds`` since the last save: 3600 is every full hour, UTC.
+    """Saves when the event time has passed a multiple of ``seconds`` since the last save: 3600 is every full hour, UTC.
 
-    However many boundaries it passes at once, that is one save. Nothing is due while either time is not known.
+    If the event time passes several multiples between two steps, one save is due. No save is due while the event time
+    now or at the last save is unknown.
 
     Raises:
         ValueError: ``seconds`` is not a finite number above 0.
@@ -172,7 +173,7 @@ class EveryEventTime(_Timed):
 
 @dataclass(frozen=True)
 class WhenTrue(_WhenOperators):
-    """Whenever the predicate returns True; every rank calls it after each step, window and epoch.
+    """Saves whenever the predicate returns True; every rank calls it after each step, window and epoch.
 
     Raises:
         ValueError: ``predicate`` cannot be called.
@@ -191,10 +192,10 @@ class WhenTrue(_WhenOperators):
 
 @dataclass(frozen=True, init=False, repr=False)
 class AnyOf(_WhenOperators):
-    """When any of these is due; the same as ``a | b``.
+    """Saves when any of the policies is due; the same as ``a | b``.
 
     Raises:
-        ValueError: none is given, or one of them is not a :class:`When`.
+        ValueError: there is no policy, or an argument is not a :class:`When`.
     """
 
     whens: tuple[When, ...]
@@ -229,17 +230,17 @@ def as_when(save_interval: int | When, name: str = "save_interval") -> When:
 
 
 def check_ephemeral(ephemeral: When, regular: When) -> None:
-    """Refuse ephemeral checkpoints no more frequent than regular ones, which would replace them."""
+    """Raise ValueError if ephemeral checkpoints are not more frequent than regular ones: the regular replace them."""
     regulars = regular.whens if isinstance(regular, AnyOf) else (regular,)
     if any(_period(other) <= _period(ephemeral) for other in regulars if type(other) is type(ephemeral)):
         raise ValueError(
-            f"ephemeral must be below save_interval, found {ephemeral!r} and {regular!r}: ephemeral checkpoints go as "
-            "soon as a regular one is there, so they are made between those; omit it, or make it smaller"
+            f"ephemeral must be below save_interval, found {ephemeral!r} and {regular!r}: a regular checkpoint "
+            "replaces earlier ephemeral ones, so these must be more frequent; omit ephemeral, or make it smaller"
         )
 
 
 def _period(when: When) -> float:
-    """Return how often a policy is due; NaN, which compares with nothing, if that is unknown."""
+    """Return the interval of a policy; NaN if the interval is unknown, because comparisons with NaN are False."""
     if isinstance(when, _Counted):
         return when.n
     return when.seconds if isinstance(when, _Timed) else math.nan
