@@ -13,11 +13,11 @@ from recckpt.dense.sharded import STAND_IN
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import StateMismatchError
 
-_FILLS = "its optimizer has no state of these yet: call its init_state() before the load, so that there is one to fill"
-_LAYOUT = "TorchRec has one value a row for each shard of columns, so that as many are needed"
+_FILLS = "the optimizer has no state for these parameters yet: call its init_state() before the load"
+_LAYOUT = "TorchRec has one value per row for each shard of columns: use the number of column shards of the save"
 _OTHER = (
-    "another optimizer trains these parameters than at the save, as where a plan makes a table data-parallel, which no "
-    "fused optimizer trains: plan and train them as then"
+    "at the save, another optimizer trained these parameters; for example, no fused optimizer trains a table that the "
+    "plan makes data-parallel: use the plan and optimizers of the save"
 )
 _FRESH = "; leave the state out with 'exclude': [{name!r}] to start it fresh"
 _NOTHING = "nothing"

@@ -1,4 +1,4 @@
-"""Torch optimizers: what they wrap; their state, saved by names of parameters and given back."""
+"""Saves and loads the states of torch optimizers by parameter name, also of wrapped optimizers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from recckpt.dense.sharded import laid_out_as
 from recckpt.format.manifest import Lineage
 from recckpt.types import GEOMETRY
 
-NAMES = "param_names"  # part of the format, and torch's own word for it
-SHAPES = "param_shapes"  # part of the format: moments need not have the parameter's shape, so it is kept beside
-_INNER = ("optimizer", "optim")  # what accelerate's wrapper and ZeRO call the optimizer that updates
-_STEP = "step"  # torch converts it itself where kernels need float32 on the device
+NAMES = "param_names"  # part of the format; torch uses the same key
+SHAPES = "param_shapes"  # part of the format: shapes of parameters, because moments may have other shapes
+_INNER = ("optimizer", "optim")  # attributes in which accelerate's wrapper and ZeRO hold the wrapped optimizer
+_STEP = "step"  # torch converts this entry itself if kernels need float32 on the device
 
 
 def updater(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that updates parameters: the innermost one of wrappers."""
+    """Return the optimizer that updates parameters: the innermost optimizer if ``optimizer`` is a wrapper."""
     inner = next((wrapped for name in _INNER if isinstance(wrapped := getattr(optimizer, name, None), Optimizer)), None)
     return optimizer if inner is None or inner is optimizer else updater(inner)
 
@@ -38,22 +38,22 @@ def layers(optimizer: Any) -> tuple[Optimizer, Optimizer]:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer, or of the one inside if a wrapper has none (``SafeFP16Optimizer``)."""
+    """Return the parameter groups of an optimizer; of the inner one if the wrapper has none (``SafeFP16Optimizer``)."""
     own = (getattr(one, "param_groups", None) for one in layers(optimizer))
     return next((groups for groups in own if groups is not None), [])
 
 
 def lineage_of(optimizer: Optimizer) -> Lineage:
-    """Return the names of the optimizer's class and of its base optimizers, without modules.
+    """Return the names of the optimizer's class and its base classes that are optimizers.
 
-    So a class that moved to another module counts as the same.
+    The names have no modules, so that a class that moved to another module counts as the same class.
     """
     kinds = (kind for kind in type(updater(optimizer)).__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer)
     return tuple(kind.__name__ for kind in kinds) or (type(optimizer).__name__,)
 
 
 def schedulers_in(obj: Any) -> Iterator[LRScheduler]:
-    """Yield a scheduler and those inside it, outer ones first; also from a wrapper's ``scheduler``."""
+    """Yield a scheduler, or the ``scheduler`` of a wrapper, and then all schedulers inside it."""
     if not isinstance(obj, LRScheduler):
         obj = getattr(obj, "scheduler", None)
     if isinstance(obj, LRScheduler):
@@ -63,7 +63,7 @@ def schedulers_in(obj: Any) -> Iterator[LRScheduler]:
 
 
 def scheduled_by(obj: Any) -> list[Optimizer]:
-    """Return the optimizers that a scheduler of any kind refers to; accelerate's have several."""
+    """Return the optimizers that a scheduler of any kind refers to; accelerate's schedulers have several."""
     if isinstance(obj, Optimizer):
         return []
     several = getattr(obj, "optimizers", None)
@@ -82,19 +82,19 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def has_values(parameter: Tensor) -> bool:
-    """Say whether a parameter has values, unlike those of tables. ``ShardedTensor`` does not know its ``numel``."""
+    """Say whether a parameter is not empty, unlike the placeholders of tables; ``ShardedTensor`` has no ``numel``."""
     return is_lazy(parameter) or 0 not in parameter.size()
 
 
 def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Call ``load_state_dict`` so that tensors keep their dtype: float32 momentum of bfloat16 weights stays float32.
 
-    Only what torch's own method does to a state is undone, before the class goes on with it; also in optimizers that
-    are attributes of this one.
+    A hook undoes the casts of torch's own ``load_state_dict`` before the optimizer's class uses the state. The function
+    does the same for optimizers that are attributes of this optimizer.
     """
     optimizers, known = [optimizer], {id(optimizer)}
     with ExitStack() as hooks:
-        for each in optimizers:  # grows on the way
+        for each in optimizers:  # the loop appends inner optimizers
             inner = [one for one in vars(each).values() if isinstance(one, Optimizer) and id(one) not in known]
             optimizers += {id(one): one for one in inner}.values()
             known |= set(map(id, inner))
@@ -102,7 +102,7 @@ def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
             try:
                 before = each.register_load_state_dict_pre_hook(partial(_note, loading))
                 after = each.register_load_state_dict_post_hook(partial(_mend, loading), prepend=True)
-            except AttributeError:  # a wrapper that never called Optimizer.__init__ has no load of torch's either
+            except AttributeError:  # a wrapper that never called Optimizer.__init__ does not use torch's load either
                 continue
             hooks.callback(before.remove)
             hooks.callback(after.remove)
@@ -123,7 +123,7 @@ def _mend(loading: list[dict[str, Any]], optimizer: Optimizer) -> None:
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Return the loaded value with the dtypes of the saved one, on its own device."""
+    """Return the saved value if torch cast it to another dtype, on the device of the loaded one; else the loaded."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         is_cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
         return saved.to(device=loaded.device) if is_cast else loaded
@@ -131,11 +131,11 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
         return {key: _as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
     if type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(loaded) == len(saved):
         return type(loaded)(map(_as_saved, loaded, saved))
-    return saved if isinstance(saved, str) else loaded  # torch iterates over a string, and makes another one of it
+    return saved if isinstance(saved, str) else loaded  # torch iterates over a string and makes another string
 
 
 def is_named(saved: Any) -> bool:
-    """Say whether a saved state has names of parameters, as that of a :class:`NamedOptimizer`."""
+    """Say whether a saved state has parameter names, like the state of a :class:`NamedOptimizer`."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         return False
     groups = saved.get("param_groups")
@@ -150,14 +150,14 @@ def is_named(saved: Any) -> bool:
 
 @dataclass(frozen=True)
 class Shared:
-    """What an optimizer keeps for all parameters together, such as a count of steps, or other optimizers."""
+    """The part of an optimizer's state that belongs to no single parameter, such as a count of steps."""
 
-    state: Mapping[Any, Any]  # beside the states of parameters
-    entries: Mapping[str, Any]  # beside ``state`` and ``param_groups``
+    state: Mapping[Any, Any]  # entries of ``state`` other than the states of parameters
+    entries: Mapping[str, Any]  # entries of the state dict other than ``state`` and ``param_groups``
 
     @property
     def by_place(self) -> list[Any]:
-        """Keys of values that may depend on the places of parameters: all but numbers, strings and the like."""
+        """Keys of values that may depend on the order of parameters: all but plain values such as numbers."""
         return [key for key, value in {**self.state, **self.entries}.items() if not _is_plain(value)]
 
     def without(self, keys: Container[Any]) -> Shared:
@@ -182,7 +182,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def states_by_name(saved: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Mapping[str, Any] | None]]:
-    """Return parameter -> (shape, state or None) of a saved state with names."""
+    """Return name of a parameter -> (shape, state or None) from a saved state with names."""
     return {
         name: (tuple(shape), saved["state"].get(index))
         for group in saved["param_groups"]
@@ -200,11 +200,11 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class NamedOptimizer:
-    """Wraps an optimizer for checkpoints: torch's state dict, with ``param_names`` beside the indices.
+    """Wraps an optimizer for checkpoints: its state is torch's state dict with ``param_names`` added to each group.
 
-    A state of another form stays as it is. ``named_parameters`` gives (name, parameter) of the model now, a tied
-    parameter by each of its names. ``is_table`` tells parameters that are saved as tables with their states; those are
-    neither saved nor loaded here.
+    A state that does not have the structure of torch's stays unchanged. ``named_parameters`` returns (name, parameter)
+    of the model, a tied parameter once per name. ``is_table`` says whether a parameter is saved as a table, together
+    with its state; this class leaves such parameters out.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class NamedOptimizer:
         state = self._state_dict()
         groups = state.get("param_groups")
         if not isinstance(groups, list) or any(type(index) is not int for group in groups for index in group["params"]):
-            return state  # torch's own have numbers there
+            return state  # in the states of torch's optimizers, these are indices
         named = [
             {**group, NAMES: [names[0] for names, _ in own], SHAPES: [list(shape_of(one)) for _, one in own]}
             for group, own in zip(groups, self._named_groups(), strict=True)
@@ -234,13 +234,13 @@ class NamedOptimizer:
         return {**state, **({"state": moments} if moments else {}), "param_groups": named}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`composed` returned, or a state without names, which torch refuses if it does not fit."""
+        """Load a state from :meth:`composed`, or a state without names; torch refuses the latter if it does not fit."""
         if not is_named(state):
             self._give(dict(state), self.optimizer.load_state_dict)
             return
         groups = []
         for live, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            # Those of tables alone have their settings by now, with their rows.
+            # A load of tables has already set the settings of groups that have no parameters but tables.
             is_of_tables = len(live["params"]) > 0 and all(map(self._is_table, live["params"]))
             groups.append({**live, **({"params": saved["params"]} if is_of_tables else _without_names(saved))})
         self._give({**state, "param_groups": groups}, partial(give_state, self.optimizer))
@@ -251,10 +251,13 @@ class NamedOptimizer:
         settings: Sequence[Mapping[str, Any]] | None,
         shared: Shared | None = None,
     ) -> dict[str, Any]:
-        """Return the state dict with other ``states`` for some parameters; None resets one.
+        """Return the state dict with some parts replaced.
 
-        Each group gets the settings of the group in ``settings`` that shares most names; None keeps them. ``shared``
-        replaces what belongs to no parameter; None keeps it.
+        Args:
+            states: name of a parameter -> its new state; None resets the state.
+            settings: saved groups; each group gets the settings of the saved group that shares most names with it. None
+                keeps the settings.
+            shared: the new part of the state that belongs to no single parameter; None keeps the present one.
         """
         live = self.state_dict()
         groups, numbers = live["param_groups"], dict[str, list[int]]()
@@ -276,7 +279,7 @@ class NamedOptimizer:
         return {**live, **kept.entries, "state": {**kept.state, **own}}
 
     def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the entries of a state without names that fit a parameter here by place, and live values like them."""
+        """Return (the entries of a state without names whose index is that of a parameter, live values like them)."""
         if not isinstance(saved.get("state"), Mapping):
             return saved, {}
         if "param_groups" not in saved:
@@ -288,25 +291,25 @@ class NamedOptimizer:
         return {**saved, "state": taken}, {"state": like}
 
     def like(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return live values laid out as the saved state of a parameter should be."""
-        if hasattr(parameter, GEOMETRY[1]):  # what no shard has, such as padding, is no moment
+        """Return live tensors with the layout that the saved ``values`` of a parameter should get, by the same keys."""
+        if hasattr(parameter, GEOMETRY[1]):  # zeros, because values outside all shards, such as padding, have no state
             return dict.fromkeys(values, laid_out_as(parameter, parameter.detach().new_zeros(parameter.shape)))
         own = self.optimizer.state.get(parameter, {})
-        return {key: own.get(key, parameter) for key in values}  # moments lie as the parameter does
+        return {key: own.get(key, parameter) for key in values}  # moments have the layout of the parameter
 
     @property
     def goes_by_name(self) -> bool:
-        """Whether its state has torch's form, so that the states of parameters can come from several places."""
+        """Whether the state has torch's structure, so that a load can set the state of each parameter by name."""
         try:
             return is_named(self.state_dict())
-        except ValueError:  # ZeRO before its first step, which a save and a load refuse
+        except ValueError:  # ZeRO before its first step; saves and loads refuse it
             return False
 
     @property
     def names(self) -> list[tuple[str, ...]]:
-        """Names of its parameters on all ranks; of a tied one first the name under which its state is saved.
+        """All names of each parameter on all ranks; the first name of a tied parameter is the one used in saves.
 
-        Without empty parameters, which stand for tables and have no state.
+        Empty parameters are left out, because they stand for tables and have no state.
         """
         return [
             names
@@ -317,12 +320,12 @@ class NamedOptimizer:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Its parameters by name; of those spread over ranks, the ones whose state this rank has."""
+        """Name -> parameter; if the states are distributed among ranks, only parameters whose state this rank has."""
         return {name: some for name, some in self._flat() if has_values(some) and self._is_own(some)}
 
     @property
     def places(self) -> list[list[tuple[str, tuple[int, ...]]]]:
-        """Name and shape of each parameter, group by group in torch's order."""
+        """(Name, shape) of each parameter: one list per group, in torch's order."""
         return [[(names[0], shape_of(one)) for names, one in group] for group in self._named_groups()]
 
     def _state_dict(self) -> dict[str, Any]:
@@ -364,9 +367,9 @@ def by_name(
     is_table: Callable[[Tensor], bool] = lambda parameter: False,
     is_table_key: Callable[[str], bool] = lambda name: False,
 ) -> Any:
-    """Return what stands for a registered object: optimizers are wrapped to keep state by names of parameters.
+    """Wrap an optimizer so that its state is keyed by parameter name; return any other object unchanged.
 
-    ``is_table`` is that of :class:`NamedOptimizer`, ``is_table_key`` that of :class:`KeyedOptimizer`.
+    :class:`NamedOptimizer` gets ``is_table``; :class:`KeyedOptimizer` gets ``is_table_key`` as its ``is_table``.
     """
     if not isinstance(obj, Optimizer) or not hasattr(obj, "param_groups"):  # some wrappers lack it
         return obj
@@ -378,8 +381,8 @@ def by_name(
 class ZeroOptimizer(NamedOptimizer):
     """Wraps a ``ZeroRedundancyOptimizer``: the states of the parameters that this rank updates, by name.
 
-    Ranks send each other nothing. Who has which parameters depends on the number of ranks, so a load looks for its own
-    in the states of all ranks.
+    Ranks send each other nothing. The parameters of a rank depend on the number of ranks, so a load searches the saved
+    states of all ranks for the parameters of this rank.
     """
 
     def _state_dict(self) -> dict[str, Any]:
@@ -392,7 +395,7 @@ class ZeroOptimizer(NamedOptimizer):
         return {"state": {**shared, **state}, "param_groups": groups}
 
     def _give(self, state: dict[str, Any], load: Callable[[dict[str, Any]], object]) -> None:
-        shared = shared_in(state).state if is_named(state) else {}  # torch takes each key for the number of a parameter
+        shared = shared_in(state).state if is_named(state) else {}  # removed: torch takes every key for an index
         self._local.state.clear()
         load({**state, "state": {key: values for key, values in state["state"].items() if key not in shared}})
         self._local.state.update(shared)

@@ -1,4 +1,4 @@
-"""Registered objects: their state, taken and given back. Plain values are their own state, and filled in place."""
+"""Saves and loads the states of registered objects. A plain value is its own state; a load fills it in place."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _A_GENERATOR = (
 
 
 class Registry:
-    """Named objects that are saved beside the model.
+    """Named objects that are saved together with the model.
 
-    An object has one of the pairs of ``methods``, (dump, load), tried in order; or, if ``plain``, it is a plain value.
-    ``adapter`` gives what stands for an object when its state is taken or given. A load never asks an object for its
-    state: a data loader might begin to read, and then ignore the position it is given.
+    An object has one of the (dump, load) pairs in ``methods``, tried in order; if ``plain``, it may be a plain value
+    instead. ``adapter`` returns the wrapper through which the state of an object is read and set. A load never asks an
+    object for its state, because a data loader might then begin to read and ignore the position that it gets later.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Registry:
         self._what, self._methods, self._plain, self._adapter = what, methods, plain, adapter
         self.objects: dict[str, Any] = {}  # by name
         self._of_ranks: set[str] = set()
-        self._unclaimed: dict[str, Any] = {}  # states that were loaded for names that are not registered
+        self._unclaimed: dict[str, Any] = {}  # loaded states whose names are not registered
         self._has_warned = False
 
     def add(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
-        """Register an object that has a state; with ``per_rank`` each rank saves a state of its own, as ZeRO needs."""
+        """Register an object that has a state; with ``per_rank`` each rank saves its own state, which ZeRO needs."""
         if not isinstance(name, str):
             kind = type(name).__name__
             raise ValueError(f"{self._what}: a {kind} cannot be registered as a name: the name, a string, comes first")
@@ -83,7 +83,7 @@ class Registry:
             self._of_ranks.add(name)
 
     def check_new(self, name: str, obj: Any) -> None:
-        """Raise ValueError for an object that is registered already: a load would give it two states."""
+        """Raise ValueError if the object is registered under another name, because a load would give it two states."""
         is_one = is_filled(obj) or self._pair(obj) is not None
         twin = next((known for known, own in self.objects.items() if is_one and own is obj), None)
         if twin is not None:
@@ -93,7 +93,7 @@ class Registry:
             )
 
     def get(self, name: str) -> Any:
-        """Return the object of a name, or what was last loaded for it; None and a log line if there is neither."""
+        """Return the object registered under a name, else the state last loaded for it, else None with a warning."""
         known = {**self._unclaimed, **self.objects}
         if name not in known:
             log.warning(
@@ -119,15 +119,15 @@ class Registry:
     def gathered(
         self, name: str, saved: Iterable[Any], stored: Callable[[str], StoredTensor]
     ) -> tuple[Any, Any] | None:
-        """Return :meth:`KeyedOptimizer.gathered`, or None if the object is no such optimizer."""
+        """Return :meth:`KeyedOptimizer.gathered`; None if the object is not a keyed optimizer."""
         obj = self._adapted(name)
         return obj.gathered(name, saved, stored) if isinstance(obj, KeyedOptimizer) else None
 
     def dump(self, copy: Copy = as_it_is, *, of_ranks: bool = False) -> dict[str, Any]:
-        """Return the states as portable data: of objects with one state for all ranks, or of those with one a rank.
+        """Return name -> state as portable data, for objects with one state per rank if ``of_ranks``, else the others.
 
-        ``copy`` is applied to tensors, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`. A ValueError
-        names the key of what could not be loaded back safely.
+        ``copy`` is applied to each state, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`. Raises
+        ValueError, with the key, for a value that could not be loaded back safely.
         """
         return {
             name: portable(f"{self._what} {name!r}", copy((self._what, name), self._state(obj)), torch.preserve_format)
@@ -141,13 +141,13 @@ class Registry:
             return obj.merge_io_state(states, index, count)
 
     def beside(self, name: str, saved: Any) -> tuple[Any, Any]:
-        """Return the part of a saved state that the object will take, and its live state if it may be asked."""
+        """Return (the part of a saved state that the object loads, its live state or None if reading it is unsafe)."""
         obj = self._adapted(name)
         try:
             if isinstance(obj, NamedOptimizer):
                 return obj.beside(saved)
             return saved, self._state(obj) if isinstance(obj, nn.Module) or self._pair(obj) is None else None
-        except Exception:  # it has none yet
+        except Exception:  # the object has no state yet
             return saved, None
 
     @property
@@ -157,14 +157,14 @@ class Registry:
 
     @contextmanager
     def loaded(self, states: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """Load the states, and keep those of names that are not registered.
+        """Load the states, and keep states whose names are not registered for :meth:`get`.
 
-        Optimizers and schedulers are loaded at once, and restored if a state is refused or the block fails. Other
-        objects cannot be restored: they are loaded when the block calls the function it gets, as late as it can. Plain
-        values are filled after the block.
+        Optimizers and schedulers are loaded before the block, and restored if an object refuses its state or the block
+        fails. Other objects cannot be restored, so they are loaded when the block calls the function that ``with``
+        gives; the block calls it as late as possible. Plain values are filled after the block.
 
         Raises:
-            StateMismatchError: an object refused its state, or a value is of another kind; names it.
+            StateMismatchError: an object refused its state, or a plain value is of another kind.
         """
         self._unclaimed |= {name: state for name, state in states.items() if name not in self.objects}
         own = {name: self._adapter(self.objects[name]) for name in states if name in self.objects}
@@ -184,7 +184,7 @@ class Registry:
             def give_rest() -> None:
                 for name in (name for name, undo in undos.items() if undo is None):
                     self._give(name, own[name], states[name])
-                    kept = "%s: %r keeps the state that was loaded, though the load failed: load again"
+                    kept = "%s: %r keeps the state that was loaded, though the load failed: repeat the load"
                     undone_on_error.callback(log.warning, kept, self._what, name)
 
             yield give_rest
@@ -199,8 +199,8 @@ class Registry:
             getattr(obj, pair[1])(state)
         if isinstance(obj, LoaderPosition) and obj.is_passed_by:
             log.warning(
-                "%s: an iterator of %r was made before its position was loaded: it goes on where it was, and the saved "
-                "position stays where it is; call restore() first, then iter(loader)",
+                "%s: an iterator of %r was made before its position was loaded, so the iterator ignores the saved "
+                "position; call restore() first, then iter(loader)",
                 *(self._what, name),
             )
 
@@ -213,8 +213,8 @@ class Registry:
         if live is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "%s: %r is of type %s, which a load cannot change: what was loaded is in get_extra_data(%r), and is "
-                "what the next save writes; register a tensor, list or dict to have it changed in place",
+                "%s: %r is of type %s, which a load cannot change: get_extra_data(%r) returns the loaded value, and "
+                "the next save writes it; register a tensor, list or dict, so that a load changes it in place",
                 *(self._what, name, type(live).__name__, name),
             )
 
@@ -226,7 +226,7 @@ class Registry:
         pair = self._pair(obj)
         if pair is None:
             return obj
-        flush = getattr(obj, "_flush_io_state", None)  # RecIS's datasets: their workers know the position
+        flush = getattr(obj, "_flush_io_state", None)  # RecIS's datasets, whose workers hold the position
         if callable(flush):
             flush()
         return getattr(obj, pair[0])()
@@ -239,9 +239,9 @@ class Registry:
 
 
 def _undo_of(obj: Any) -> Callable[[], object] | None:
-    """Return a function that restores the object's present state; None if asking for it may do harm, or would copy it.
+    """Return a function that restores the object's present state; None if that is unsafe or would need a copy.
 
-    torch's optimizers and schedulers replace the objects that their state refers to.
+    The states of torch's optimizers and schedulers need no copy, because a load replaces the objects in the state.
     """
     if isinstance(obj, NamedOptimizer):
         obj = obj.optimizer
@@ -270,7 +270,7 @@ def io_registry() -> Registry:
 
 
 def is_filled(live: Any) -> bool:
-    """Say whether a load can change a value in place; not a number or a string."""
+    """Say whether a load can change a value in place; numbers and strings cannot be changed."""
     if isinstance(live, np.ndarray):
         return live.flags.writeable
     if isinstance(live, Tensor):
@@ -283,7 +283,7 @@ def is_overlapping(live: Tensor) -> bool:
 
 
 def is_read_only(live: Tensor) -> bool:
-    """Say whether writing to a tensor would end the process, since its memory is a read-only map; asks the kernel."""
+    """Say whether a tensor lies in a read-only memory map, where a write would end the process; asks the kernel."""
     if live.device.type != "cpu" or live.is_meta or not live.numel():
         return False
     last = sum((n - 1) * step for n, step in zip(live.shape, live.stride(), strict=True)) * live.element_size()
@@ -305,7 +305,7 @@ def misfit(live: Any, saved: Any) -> tuple[str, str] | None:
 
 
 def fill(live: Any, saved: Any) -> None:
-    """Fill a live value in place, and what it holds too as far as it fits."""
+    """Set a live value in place; members of a container are set in place if they fit, else replaced."""
     if isinstance(live, np.ndarray):
         live[...] = saved.numpy()
     elif isinstance(live, Tensor):

@@ -1,4 +1,4 @@
-"""Dense state to ``.pt`` files, sharded tensors to a file of chunks, and the index of both."""
+"""Writes dense state to ``.pt`` files, sharded tensors to a file of chunks, and an index of both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from recckpt.format.tensor_index import (
 from recckpt.storage import HashingSink, NewFiles, SinkFile
 
 _STEP_BYTES = 1 << 20
-_WITHOUT_IDENTITY = frozenset({type(None), bool, int, float})  # pickle writes them each time
+_WITHOUT_IDENTITY = frozenset({type(None), bool, int, float})  # pickle writes such objects in full each time
 
 
 def save_state(state: Mapping[str, Any], storage: NewFiles, directory: str, name: str) -> FileEntry:
@@ -51,9 +51,9 @@ def save_tensors(
     shard: int,
     shards: int,
 ) -> list[FileEntry]:
-    """Write the model's state, the chunks of this rank and the index of both; return the files.
+    """Write the model's state, the chunks of this rank and an index of both; return the entries of the files.
 
-    ``state`` goes to ``model.pt``, as in :func:`save_state`; None if another rank writes it.
+    ``state`` is written to ``model.pt``, as in :func:`save_state`; it is None if another rank writes the file.
     """
     files: list[FileEntry] = []
     chunks: list[TensorChunk] = []
@@ -93,7 +93,7 @@ def _save_state(
 
 @dataclass(frozen=True)
 class Later:
-    """A tensor whose contiguous values are read when they are written, once for all with an equal ``same``."""
+    """A tensor whose contiguous values are read only when they are written; tensors with equal ``same`` share them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Placed:
-    """Place of a tensor in record ``number``, which has ``n_bytes``; offset and strides count items."""
+    """The place of a tensor in record ``number`` of ``n_bytes``; offset and strides count items, not bytes."""
 
     dtype: str
     number: int
@@ -118,8 +118,8 @@ def write_state(
 ) -> list[TensorChunk]:
     """Write a dict, and return the chunks for the index of dense tensors.
 
-    The state was made by :func:`recckpt.dense.state_copy.portable`, and may hold :class:`Later` tensors, which are in
-    memory one at a time. ``advance`` counts bytes of tensors.
+    The state was made by :func:`recckpt.dense.state_copy.portable`, and may hold :class:`Later` tensors; only one of
+    these is in memory at a time. ``advance`` is called with the number of bytes that were written.
     """
     records, checksums = _Records(), []
 
@@ -140,7 +140,7 @@ def write_state(
 
 
 class _Records:
-    """The storages of tensors, each once; ``reads`` give their bytes."""
+    """The distinct storages of tensors; each function in ``reads`` returns the bytes of one storage."""
 
     def __init__(self) -> None:
         self.reads: list[Callable[[], memoryview]] = []
@@ -176,9 +176,9 @@ def pickled(state: Any, placed: Callable[[Any], Placed | None]) -> bytes:
 
 
 def _by_value(value: Any, known: dict[Any, Any]) -> Any:
-    """Return a state in which equal leaves are one object, so that its pickle depends on values alone.
+    """Return a copy of a state in which equal leaves are one object, so that its pickle depends on values alone.
 
-    Containers and tensors have an identity of their own, and are copied at each place.
+    Each container and tensor becomes a new object at each place, even if it occurs several times.
     """
     kind = type(value)
     if kind in MAPPINGS:
@@ -189,10 +189,10 @@ def _by_value(value: Any, known: dict[Any, Any]) -> Any:
     if kind is set:
         return _InOrder(_by_value(item, known) for item in value)
     if kind is str:
-        return sys.intern(value)  # also equal to what pickle itself writes, such as "cpu"
+        return sys.intern(value)  # the same object as strings that pickle itself writes, such as "cpu"
     if kind in (bytes, torch.Size, torch.device):
         return known.setdefault((kind, value), value)
-    return known.setdefault((kind, repr(value)), value) if kind is complex else value  # 0j and -0j are equal
+    return known.setdefault((kind, repr(value)), value) if kind is complex else value  # by repr, because 0j == -0j
 
 
 class _InOrder(list[Any]):

@@ -1,9 +1,9 @@
-"""Tensors whose values lie on several ranks (DTensor, FSDP2, ShardedTensor), and what a save takes of them.
+"""Sharded tensors, whose values are on several ranks (DTensor, FSDP2, ShardedTensor), and the parts that a rank saves.
 
-So do local tensors with the four attributes of ``CheckpointableTensor``, a protocol of torch.distributed.checkpoint
-(pytorch/pytorch#189492) and of meta-pytorch/torch_checkpointing. Only attributes are looked at, on any tensor:
-``global_shape`` of the whole; and for each shard here ``global_offsets``, its begin in the whole, ``local_offsets``,
-its begin in this tensor, and ``local_sizes``, its shape.
+Any local tensor with the four attributes of ``CheckpointableTensor`` is also sharded. This is a protocol of
+torch.distributed.checkpoint (pytorch/pytorch#189492) and meta-pytorch/torch_checkpointing. ``global_shape`` is the
+shape of the whole tensor. The other three have one entry per shard on this rank: ``global_offsets`` is the begin of the
+shard in the whole tensor, ``local_offsets`` its begin in the local tensor, ``local_sizes`` its shape.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recckpt.types import GEOMETRY
 
 _KINDS = {"torch.distributed.tensor": "DTensor", "torch.distributed._shard.sharded_tensor": "ShardedTensor"}
 _PLAIN = (Tensor, torch.nn.Parameter)
-STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that stands for a tensor in extra.pt
+STAND_IN = "recckpt.sharded"  # part of the format: in extra.pt, a dict with this key alone replaces a sharded tensor
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LocalBox:
 
 
 def is_sharded(value: Any) -> bool:
-    """Say whether a value is a tensor of several ranks; imports nothing."""
+    """Say whether a value is a sharded tensor; imports nothing."""
     if not isinstance(value, Tensor):
         return False
     has_geometry = hasattr(value, GEOMETRY[1]) and all(hasattr(value, name) for name in GEOMETRY)
@@ -47,10 +47,10 @@ def is_sharded(value: Any) -> bool:
 
 
 def own_shards(name: str, value: Any) -> list[tuple[tuple[int, ...], tuple[slice, ...]]] | None:
-    """Return (begin in the whole, slices here) of each shard of a CheckpointableTensor; None for other tensors.
+    """Return (begin in the whole tensor, slices of the local tensor) per shard of a CheckpointableTensor; else None.
 
     Raises:
-        ValueError: the attributes contradict each other, or the tensor.
+        ValueError: the attributes contradict each other or the tensor.
     """
     if not all(hasattr(value, attribute) for attribute in GEOMETRY):
         return None
@@ -93,9 +93,10 @@ def local_bytes(value: Tensor) -> int:
 
 @torch.no_grad()
 def local_boxes(name: str, value: Tensor, known: dict[Any, LocalBox] | None = None) -> list[LocalBox]:
-    """Return this rank's parts of a tensor, sharded or not, as views; ``known`` spares the work for equal layouts.
+    """Return this rank's parts of a tensor, sharded or not, as views; ``known`` caches results by layout.
 
-    A ValueError names a tensor of partial sums, or one whose local values do not fit its layout or attributes.
+    Raises ValueError, with the tensor's name, if the tensor holds partial sums, or its local values do not fit its
+    layout or attributes.
     """
     if (shards := own_shards(name, value)) is not None:
         local = value.detach().as_subclass(Tensor)
@@ -122,7 +123,7 @@ def local_boxes(name: str, value: Tensor, known: dict[Any, LocalBox] | None = No
 
 
 def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
-    """Give values the attributes of a CheckpointableTensor of their shape; return other values as they are."""
+    """Return values, with the attributes of ``like`` if this is a CheckpointableTensor of the same shape."""
     if (
         not all(hasattr(like, attribute) for attribute in GEOMETRY)
         or hasattr(values, GEOMETRY[1])
@@ -136,7 +137,10 @@ def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
 
 
 def own_boxes(value: Tensor) -> Any:
-    """Return what holds the boxes of a DTensor laid out by TorchRec, whose placements do not say where they are."""
+    """Return the local part of a DTensor made by TorchRec, which lists its shards; None for other values.
+
+    The placements of a DTensor made by TorchRec do not say where its shards are.
+    """
     local = cast(Any, value).to_local() if hasattr(value, "device_mesh") else None
     return local if callable(getattr(local, "local_shards", None)) else None
 
@@ -166,17 +170,20 @@ class Share:
     dtype: str
     shape: tuple[int, ...]
     n_values: int
-    tiles: tuple[Tile, ...] = ()  # their boxes, if the tensor itself declares them
+    tiles: tuple[Tile, ...] = ()  # boxes of the values, if the attributes of the tensor declare them
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What ranks compare first: a digest of names, dtypes and shapes, all values, and those this rank writes."""
+    """What ranks compare first: a digest of names, dtypes and shapes, and two numbers of values.
+
+    ``n_values`` counts the values of all tensors, ``n_own`` the values that this rank writes.
+    """
 
     digest: int
     n_values: int
     n_own: int
-    is_trusted: bool = True  # whether all tensors are laid out by torch, so that their numbers of values say enough
+    is_trusted: bool = True  # whether torch made all layouts, so that numbers of values suffice as a check
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,7 @@ class ShardedState:
 
 
 def is_whole(summaries: Sequence[Summary]) -> bool:
-    """Say whether all ranks have the same tensors and write all values; if not, shares must be compared."""
+    """Say whether all ranks have the same tensors and together write all values; if not, compare their shares."""
     kinds = {(summary.digest, summary.n_values, summary.is_trusted) for summary in summaries}
     return (
         len(kinds) == 1
@@ -204,7 +211,7 @@ def is_whole(summaries: Sequence[Summary]) -> bool:
 
 
 def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
-    """Raise ValueError unless the ranks agree on each tensor, and together write it once."""
+    """Raise ValueError unless all ranks agree on each tensor and together write each of its values once."""
     kinds: dict[str, tuple[int, Share]] = {}
     written: Counter[str] = Counter()
     for rank, own in enumerate(shares):
@@ -212,14 +219,14 @@ def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
             first, known = kinds.setdefault(name, (rank, share))
             if (share.dtype, share.shape) != (known.dtype, known.shape):
                 one, other = f"{known.dtype} {known.shape} on rank {first}", f"{share.dtype} {share.shape} on {rank}"
-                raise ValueError(f"sharded tensor {_called(name)}: found {one}, {other}; expected one of all ranks")
+                raise ValueError(f"sharded tensor {_called(name)}: found {one}, {other}; expected the same on both")
             written[name] += share.n_values
     for name, (_, share) in kinds.items():
         if written[name] != math.prod(share.shape):
             found = f"found {written[name]} values on {len(shares)} ranks, expected {math.prod(share.shape)}"
             remedy = "save on all ranks that have a part of it"
             if written[name] > math.prod(share.shape):
-                remedy = "several ranks have the same part, and none of them says who writes it: use DTensor"
+                remedy = "several ranks have the same part, and it is not known which rank writes it: use DTensor"
             raise ValueError(f"sharded tensor {_called(name)}: {found}; {remedy}")
         tiles = [tile for own in shares if name in own for tile in own[name].tiles]
         if (twice := overlap(tiles)) is not None:
@@ -233,7 +240,7 @@ def model_names(shares: Sequence[Mapping[str, Share]]) -> list[str]:
 
 
 class ShardedTensors:
-    """Gathers the sharded tensors of a state while it is staged."""
+    """Collects the sharded tensors of a state while a save stages the state."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -243,21 +250,21 @@ class ShardedTensors:
         return {name: value for name, value in state.items() if not is_sharded(value)}
 
     def from_extra(self, copy: Copy) -> Copy:
-        """Return a copy function that first takes the sharded tensors out of a registered object's state.
+        """Return a copy function that first replaces each sharded tensor in a registered object's state by a dict.
 
-        A dict with their name stands in for them: the object and the place in it, as ``optim['state'][0]['exp_avg']``.
+        The dict holds the name of the tensor, which is its place in the object: ``optim['state'][0]['exp_avg']``.
         """
 
         def taken(place: Place, state: Any) -> Any:
             if self._tensors or may_be_sharded():
-                with suppress(RecursionError):  # portable() refuses it by name
+                with suppress(RecursionError):  # portable() refuses the state later, with its name
                     state = self._stood_in(str(place[-1]), state)
             return copy(place, state)
 
         return taken
 
     def staged(self, copy: Copy) -> ShardedState:
-        """Return copies of what this rank writes; a ValueError names a tensor that cannot be saved."""
+        """Return copies of the chunks that this rank writes; ValueError, with its name, if a tensor cannot be saved."""
         chunks: list[OwnChunk] = []
         shares: dict[str, Share] = {}
         known = dict[Any, LocalBox]()
@@ -268,7 +275,7 @@ class ShardedTensors:
                 raise ValueError(f"{name}: a sharded tensor of {tensor.dtype} cannot be saved; cast it")
             boxes = local_boxes(name, tensor, known)
             shape = tuple(getattr(tensor, GEOMETRY[0], tensor.shape))
-            if not boxes and 0 in shape:  # without a chunk the files would not name it
+            if not boxes and 0 in shape:  # write an empty chunk, because a tensor without chunks is not in the index
                 boxes = [LocalBox((0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
             n_values, first = 0, len(chunks)
             for piece in boxes:
@@ -300,9 +307,9 @@ def _called(fqn: str) -> str:  # without MODEL or EXTRA
 
 
 def _is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
-    """Say whether this rank writes a piece, of all ranks that have it.
+    """Say whether this rank writes a piece that several ranks have.
 
-    Each rank decides alone; a hash of names and places spreads the work.
+    Each rank decides alone, by a hash of the tensor's name and the piece's place that distributes the work evenly.
     """
     mesh = getattr(value, "device_mesh", None)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""The state that a save takes: made portable, copied, and digests that ranks compare."""
+"""Makes the state of a save portable, copies it, and makes digests that ranks compare."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from torch import Tensor
 
 log = logging.getLogger("recckpt")
 
-MAPPINGS = (dict, OrderedDict, Counter)  # a state may hold these: torch's safe loader knows them
+MAPPINGS = (dict, OrderedDict, Counter)  # mappings allowed in a state, because torch's safe loader can load them
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)
-_MAX_INT_BITS = 255 * 8 - 1  # what the safe loader of torch takes
+_MAX_INT_BITS = 255 * 8 - 1  # the largest int that torch's safe loader can load
 _LARGE_INT = 1 << 64
 _CONTAINERS = (list, tuple, set)
 _HOLDERS = frozenset((*MAPPINGS, *_CONTAINERS))
 _USUAL = frozenset({type(None), bool, float, str, int})
-_HOLDS_NONE = _USUAL | {bytes, complex}  # no tensor is in these
+_HOLDS_NONE = _USUAL | {bytes, complex}  # values of these types hold no tensors
 _AS_IT_IS = frozenset({type(None), bool, float, str})
 Place = tuple[Any, ...]
 Copy = Callable[[Place, Any], Any]
-_EVERY = 20  # saves, between two looks at what is large
+_EVERY = 20  # large states are hashed at each n-th save
 _SMALL_BYTES = 1 << 20
-_LARGE = 1  # in place of the digest of what this save does not look at
-_SAMPLE_ROWS = 4096  # hashed rows of a copied table, about
-_TABLE = "table "  # before the name of a table that some ranks have copies of
-_BY_ROWS = {("dense",), ("sharded",)}  # first items of places whose tensors have an index, in row-major order
+_LARGE = 1  # in place of the digest of a large state that this save does not hash
+_SAMPLE_ROWS = 4096  # number of rows of a copied table to hash per save, about
+_TABLE = "table "  # prefix of digest names of tables that several ranks have copies of
+_BY_ROWS = {("dense",), ("sharded",)}  # first items of places whose tensors are in the index, so in row-major order
 
 
 class _EmptyBytes(bytes):
-    """Empty bytes; pickle would write plain ones by a function that the safe loader does not know."""
+    """Empty bytes that torch's safe loader can load; pickle writes plain empty bytes with a function unknown to it."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return codecs.encode, ("", "latin1")
 
 
 def portable(name: str, value: Any, layout: torch.memory_format = torch.contiguous_format) -> Any:
-    """Return ``value`` as data that loads back without running code; a ValueError names the place of what does not.
+    """Return ``value`` as data that can be loaded without running code.
 
-    Tensors come detached, on the CPU, in row-major order and without the rest of their storage. The layout
-    ``torch.preserve_format`` keeps the order of dimensions in memory, since kernels give other last bits for another
-    one. numpy arrays and scalars become tensors and numbers, members of an ``IntEnum`` or ``StrEnum`` their values.
-    Further allowed are numbers, strings, bytes, None, and lists, tuples, sets and dicts.
+    Raises ValueError, with its place, for a value that cannot be converted. Tensors become detached CPU tensors in
+    row-major order, without the rest of their storage. The layout ``torch.preserve_format`` keeps the order of
+    dimensions in memory, because kernels may give other last bits for another order. numpy arrays become tensors, numpy
+    scalars numbers, and members of an ``IntEnum`` or ``StrEnum`` their values. Numbers, strings, bytes, None, lists,
+    tuples, sets and dicts are allowed too.
     """
     try:
         try:
             return _portable(None, value, layout)
-        except ValueError:  # once more, with names: those of all places take longer than the copies
+        except ValueError:  # repeat with names for the message; to make names of all places is slower than the copies
             return _portable(name, value, layout)
     except RecursionError:
-        raise ValueError(f"{name[:200]}: it holds itself, or is nested too deep to be saved") from None
+        raise ValueError(f"{name[:200]}: the value contains itself, or is nested too deep to be saved") from None
 
 
 def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
@@ -84,8 +85,8 @@ def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
 
 
 def _portable_container(name: str | None, value: Any, layout: torch.memory_format) -> Any:
-    # Training waits for this walk: what is portable as it is costs no call.
-    kind, has_plain_members = type(value), are_plain(value)  # members of a dict: its keys
+    # Training waits for this function, so values that are already portable cost no call.
+    kind, has_plain_members = type(value), are_plain(value)  # for a dict: its keys
     if kind not in MAPPINGS:
         if has_plain_members:
             return kind(value)
@@ -113,7 +114,7 @@ def _portable_container(name: str | None, value: Any, layout: torch.memory_forma
 
 
 def are_plain(values: Collection[Any]) -> bool:
-    """Say whether all values are of the usual kinds that are portable as they are."""
+    """Say whether all values are of plain types that need no conversion."""
     kinds = set(map(type, values))
     if int not in kinds:
         return kinds <= _USUAL
@@ -133,7 +134,7 @@ def _portable_key(name: str | None, key: Any) -> Any:
 
 
 def plain_tensor(name: str | None, value: Tensor) -> Tensor:
-    """Return a detached tensor; ValueError if its values are not one block."""
+    """Return a detached tensor; ValueError if the tensor is not a dense, local tensor with values."""
     if torch.nn.parameter.is_lazy(value):
         raise ValueError(f"{name}: a parameter of a lazy module has no values before its first batch; run one first")
     tensor = value.detach()
@@ -184,24 +185,25 @@ def without_values(place: Place, state: Any) -> Any:
 
 
 class DenseBuffers:
-    """Copies tensors to buffers on the CPU, one for each place in the state. Not thread-safe."""
+    """Copies tensors to reused buffers on the CPU, one per place in the state. Not thread-safe."""
 
     def __init__(self) -> None:
         self._buffers: dict[Place, Tensor] = {}
 
     @contextmanager
     def copying(self) -> Iterator[Copy]:
-        """Give a function (place, state) -> state with all tensors copied.
+        """Give a function (place, state) -> state in which all tensors are copies.
 
-        Copies are complete at the end of the block, and valid until the next block begins. A tensor that is twice in
-        the state is copied once.
+        The copies are complete at the end of the ``with`` block, and valid until the next block begins. A tensor that
+        occurs several times is copied once.
         """
         used = dict[Place, Tensor]()
         devices = set[torch.device]()
-        copied = dict[tuple[Any, ...], tuple[Tensor, Tensor]]()  # with the original, to keep its address taken
+        # (original, copy); the original is kept so that no other tensor gets its address.
+        copied = dict[tuple[Any, ...], tuple[Tensor, Tensor]]()
 
         def copy(place: Place, tensor: Tensor) -> Tensor:
-            values = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # they give the same memory other values
+            values = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # how the memory is interpreted
             same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), values
             if tensor.numel() and same in copied:
                 return copied[same][1]
@@ -214,7 +216,7 @@ class DenseBuffers:
             return buffer
 
         yield lambda place, state: _replaced(place, state, copy)
-        for device in devices:  # copies to pinned memory run behind what was enqueued before them
+        for device in devices:  # copies to pinned memory are asynchronous
             torch.cuda.current_stream(device).synchronize()
         self._buffers = used
 
@@ -224,7 +226,7 @@ def _buffer_for(place: Place, tensor: Tensor, known: Tensor | None) -> Tensor:
     strides = torch.empty_like(tensor, device="meta", memory_format=layout).stride()
     if known is not None and (known.shape, known.stride(), known.dtype) == (tensor.shape, strides, tensor.dtype):
         return known
-    with torch.inference_mode(False):  # it outlives the mode in which it happened to be made
+    with torch.inference_mode(False):  # because the buffer is reused outside of inference mode
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
 
 
@@ -232,7 +234,7 @@ def _replaced(place: Place, state: Any, of: Callable[[Place, Tensor], Tensor]) -
     try:
         return _with_replaced(place, state, of)
     except RecursionError:
-        return state  # portable() refuses it by name
+        return state  # portable() refuses the state later, with its name
 
 
 def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tensor]) -> Any:
@@ -240,11 +242,11 @@ def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tenso
     if kind in _HOLDERS:
         is_mapping = kind in MAPPINGS
         if _HOLDS_NONE.issuperset(map(type, value.values() if is_mapping else value)):
-            return value  # portable() copies it
+            return value  # no tensor to copy; portable() copies the container
         others = {}
         for key, item in value.items() if is_mapping else enumerate(value):
             if type(item) in _HOLDS_NONE or (type(item) is list and _HOLDS_NONE.issuperset(map(type, item))):
-                continue  # without a call: of small lists there may be 100,000
+                continue  # without a call, because a state may have 100,000 small lists
             if (other := _with_replaced((*place, key), item, of)) is not item:
                 others[key] = other
         if not others:
@@ -258,10 +260,10 @@ def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tenso
 
 
 class RankDigests:
-    """Digests of one rank's state, taken while it is staged; one object for all saves of a saver.
+    """Makes digests of one rank's state while a save stages it; one object for all saves of a saver.
 
-    Small registered objects are hashed at every save, large ones and dense tensors at every 20th; of copied tables
-    other rows at each save.
+    Small registered objects are hashed at every save, large ones and dense tensors at every 20th. Of tables that
+    several ranks have copies of, each save hashes another sample of rows.
     """
 
     def __init__(self) -> None:
@@ -279,7 +281,7 @@ class RankDigest:
         self.by_name: dict[str, int] = {}
 
     def noting(self, copy: Copy) -> Copy:
-        """Return a copy function that takes the digest of each state first."""
+        """Return a copy function that first records the digest of each state."""
 
         def noted(place: tuple[Any, ...], state: Any) -> Any:
             name = " ".join([*map(str, place[:-1]), repr(place[-1])])
@@ -293,9 +295,13 @@ class RankDigest:
         return noted
 
     def note_rows(self, table: str, first: int, slots: Mapping[str, Tensor], *, audit: int) -> None:
-        """Take the digest of some rows of a copied table; of all rows at each ``audit``-th save, if that is not 0.
+        """Record a digest of rows of a table that several ranks have copies of.
 
-        ``slots`` hold one or more rows, from row ``first`` on, which other ranks have too.
+        Args:
+            table: name of the table.
+            first: index of the first row in ``slots``.
+            slots: slot -> values of one or more consecutive rows that other ranks have too.
+            audit: at each n-th save, hash all of these rows, not a sample; 0 for never.
         """
         n_rows = len(next(iter(slots.values())))
         name = f"{_TABLE}{table!r} from row {first} to {first + n_rows - 1}"
@@ -309,7 +315,7 @@ class RankDigest:
         return xxhash.xxh3_64_intdigest(repr(sorted(self.by_name.items())).encode())
 
     def warn(self, ranks: Sequence[Mapping[str, int]], own_rank: int) -> None:
-        """Log each name that differs between the ranks, once and on rank 0. Collective."""
+        """On rank 0, log each name whose digests differ between ranks, unless it was logged before. Collective."""
         for name in sorted({name for digests in ranks for name in digests}):
             has_all = not name.startswith(_TABLE)  # only some ranks have copies of a table
             those = {rank: own.get(name) for rank, own in enumerate(ranks) if has_all or name in own}
@@ -325,7 +331,7 @@ def digest(state: Any) -> int:
     hasher = xxhash.xxh3_64()
     try:
         _feed(hasher, state)
-    except Exception:  # the save refuses it by name
+    except Exception:  # the save refuses the state later, with its name
         return 0
     return hasher.intdigest()
 
@@ -335,15 +341,15 @@ def _difference(name: str, others: Sequence[int], *, is_saved: bool) -> str:
         f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:5]))}{', ...' if len(others) > 5 else ''}"
     )
     if not is_saved:
-        return f"{name} is known to {ranks} and not to rank 0, and is not saved: let all ranks have it"
+        return f"{name} is known to {ranks} and not to rank 0, and is not saved: register it on all ranks"
     if name.startswith(_TABLE):
         return (
-            f"{name} differs on {ranks} from the other copies, and a part is saved of each: keep the copies equal, as "
-            "DistributedDataParallel does, but not with max_norm"
+            f"{name} differs on {ranks} from the other copies, and each of these ranks saves a part: keep the copies "
+            "equal, such as with DistributedDataParallel, and without max_norm"
         )
     mend = "register it with per_rank=True" if not name.startswith("dense ") else "keep it equal on all ranks"
     kept = "the state of rank 0 is saved, and all ranks get it back"
-    return f"{name} differs on {ranks}: {kept}; if that is not meant, {mend}"
+    return f"{name} differs on {ranks}: {kept}; if this is not intended, {mend}"
 
 
 def _feed(hasher: Any, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The dense tensors of a checkpoint, assembled from the indexes of all shards; read and checked as bytes."""
+"""Finds the dense tensors of a checkpoint by the indexes of all shards, reads their bytes and checks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recckpt.storage.base import Files
 from recckpt.storage.retry import read_twice
 from recckpt.text import nearest
 
-_SLAB_BYTES = 64 << 20  # read at once; more where a single row of a chunk of one dimension has more
+_SLAB_BYTES = 64 << 20  # bytes per read; more if a single row, or a chunk of one dimension, is larger
 _CHECK_BYTES = 8 << 20
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,12 +41,12 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple[tuple[str, int, int], ...]:
-        """File, first byte and size of each chunk; the same for tied tensors."""
+        """(File, first byte, size) of each chunk; the same for tied tensors."""
         return tuple((chunk.file, chunk.at, chunk.n_bytes) for _, chunk in self.chunks)
 
     @property
     def content(self) -> object:
-        """Equal for tensors with equal bytes in equal pieces, by checksums."""
+        """A key that is equal for tensors whose chunks have equal places and checksums."""
         chunks = [(tuple(chunk.offsets), tuple(chunk.sizes), tuple(chunk.xxh3)) for _, chunk in self.chunks]
         return self.dtype, self.shape, chunks
 
@@ -56,7 +56,7 @@ class StoredTensor:
 
 
 def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str, str], StoredTensor]:
-    """Return the tensors made up of the chunks of all shards, by (of, name)."""
+    """Return (of, name) -> tensor, assembled from the chunks of all shards."""
     chunks_of: dict[tuple[str, str], list[tuple[TensorIndex, TensorChunk]]] = {}
     for index in indexes:
         for chunk in index.chunks:
@@ -89,14 +89,14 @@ class Tile(NamedTuple):
 
 
 def overlap(boxes: Sequence[TensorChunk | Tile]) -> TensorChunk | Tile | None:
-    """Return a box that meets another, if any; sweeps along the dimension with the most distinct offsets."""
+    """Return a box that overlaps another, or None; sweeps along the dimension with the most distinct offsets."""
     if len(boxes) < 2:
         return None
     if not boxes[0].sizes:
         return boxes[1]
     dim = max(range(len(boxes[0].sizes)), key=lambda d: len({box.offsets[d] for box in boxes}))
     order = sorted(range(len(boxes)), key=lambda n: boxes[n].offsets[dim])
-    active: list[tuple[int, int]] = []  # (end, number) of the boxes that the sweep is in
+    active: list[tuple[int, int]] = []  # (end, index) of the boxes at the present position of the sweep
     for number in order:
         box = boxes[number]
         del active[: bisect_right(active, (box.offsets[dim], len(boxes)))]
@@ -117,7 +117,7 @@ def _bad_index(
 
 @dataclass(frozen=True)
 class Read:
-    """A box of chunk ``chunk``: where it begins there, and in the result."""
+    """A box to read: ``at`` is its begin in chunk ``chunk``, ``to`` its begin in the result."""
 
     chunk: int
     at: tuple[int, ...]
@@ -126,7 +126,7 @@ class Read:
 
 
 class DenseTensors:
-    """Reads the dense tensors of a checkpoint; CorruptCheckpointError if it is damaged. Not thread-safe."""
+    """Reads the dense tensors of a checkpoint; CorruptCheckpointError if bytes are damaged. Not thread-safe."""
 
     def __init__(self, files: Files, directory: str, manifest: Manifest) -> None:
         self._files, self._directory = files, directory
@@ -160,7 +160,7 @@ class DenseTensors:
         return tensor
 
     def read(self, tensor: StoredTensor) -> npt.NDArray[Any]:
-        """Return a whole tensor, contiguous and writable; dtypes that numpy lacks as bit patterns."""
+        """Return a whole tensor as a contiguous, writable array; as bit patterns if numpy lacks its dtype."""
         whole = [
             Read(number, (0,) * len(chunk.sizes), chunk.offsets, chunk.sizes)
             for number, (_, chunk) in enumerate(tensor.chunks)
@@ -168,7 +168,7 @@ class DenseTensors:
         return self.read_box(tensor, tensor.shape, whole)
 
     def read_box(self, tensor: StoredTensor, sizes: Sequence[int], reads: Iterable[Read]) -> npt.NDArray[Any]:
-        """Return an array of ``sizes`` filled by the reads; otherwise as :meth:`read`."""
+        """Return an array of shape ``sizes`` filled by the reads, in dtypes as :meth:`read`."""
         dtype = NUMPY_DTYPES[tensor.dtype]
         values = np.empty(sizes, dtype)
         for read in reads:
@@ -183,7 +183,7 @@ class DenseTensors:
         return values
 
     def _read(self, index: TensorIndex, chunk: TensorChunk, begin: int, end: int) -> Bytes:
-        """Return bytes of a chunk; the blocks that contain them are read whole and checked."""
+        """Return bytes [begin, end) of a chunk, after a check of all blocks that contain them."""
 
         def close() -> None:
             if (file := self._open.pop(chunk.file, None)) is not None:
@@ -223,7 +223,10 @@ def read_index(files: Files, directory: str, manifest: Manifest, shard: int) -> 
 def _rows(
     item_bytes: int, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...], tuple[int | slice, ...]]]:
-    """Cut a box of a row-major array into whole rows: (first byte, shape, box in it, place in the result)."""
+    """Yield reads of whole rows that cover a box of a row-major array.
+
+    Each is (first byte, shape of the rows, place of the box in the rows, place in the result).
+    """
     if not shape:
         yield 0, (), (), ()
         return
@@ -255,7 +258,7 @@ def check_file(
         passed = _Passed(content, advance)
         for chunk in chunks:
             if chunk.file != file.name or chunk.at < passed.at:
-                continue  # in another file, or the same bytes as the last one
+                continue  # in another file, or the same bytes as the previous chunk
             passed.skip(chunk.at)
             for begin, expected in zip(range(0, chunk.n_bytes, block_bytes), chunk.xxh3, strict=True):
                 found = xxhash.xxh3_64_intdigest(passed.read(min(block_bytes, chunk.n_bytes - begin)))
@@ -264,7 +267,7 @@ def check_file(
                     yield tensor_index.damaged(directory, chunk, begin, found, expected)
         passed.skip(file.n_bytes)
     found = passed.digest.intdigest()
-    if is_whole and found != file.xxh3:  # between the chunks
+    if is_whole and found != file.xxh3:  # damage between the chunks
         yield CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{file.xxh3 or 0:016x}")
 
 

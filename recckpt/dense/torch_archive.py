@@ -1,4 +1,4 @@
-"""The zip files of torch.save: written record by record, and checked before they are read (no torch or numpy here)."""
+"""Writes zip files like torch.save, record by record, and checks them before a load (no torch or numpy here)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.storage import SinkFile
 
 _ROOT = "archive"
-_ALIGNMENT = 64  # of tensors, so that the file can be mapped
-HEADER_BYTES, LENGTHS_AT = 30, 26  # the header before each record is followed by name and padding
+_ALIGNMENT = 64  # alignment of tensors in bytes, so that a load can map the file
+HEADER_BYTES, LENGTHS_AT = 30, 26  # size of the header before each record; name and padding follow the header
 _ZIP64_BYTES = 20
-_PADDING_ID = 0x4246  # torch's own
-_LARGE_BYTES = 1 << 30  # from here on an entry has sizes of 64 bits; well below the 2 GiB where it must
+_PADDING_ID = 0x4246  # the id that torch uses
+_LARGE_BYTES = 1 << 30  # entries of this size or larger have 64-bit sizes; zip requires them from 2 GiB on
 _STEP_BYTES = 4 << 20
-# Opcodes without an argument, or with one of a fixed size: many at once, since a pickle has some forty for each tensor.
+# Matches many opcodes without an argument or with one of fixed size, because a pickle has about forty per tensor.
 _SIMPLE = rb"(?:[(NQ}\])tRaesub\x85-\x89]|[Kqh].|M..|J.{4}|G.{8}|[rj]%b){0,999}"
 _GLOBAL = re.compile(rb"c([^\n]{1,200})\n([^\n]{1,200})\n")
 
@@ -32,14 +32,14 @@ class ArchiveContents(NamedTuple):
 
 
 def write_archive(to: SinkFile, contents: ArchiveContents, proceed: Callable[[], None] = lambda: None) -> list[int]:
-    """Write a file for ``torch.load(weights_only=True)``, and return the first byte of each record.
+    """Write a file for ``torch.load(weights_only=True)``, and return the position of the first byte of each record.
 
-    Equal contents make equal bytes. ``proceed`` is called every few megabytes, and may raise to stop.
+    Equal contents make equal files. ``proceed`` is called every few megabytes; if it raises, the write stops.
     """
     with zipfile.ZipFile(to, "w", zipfile.ZIP_STORED) as archive:
 
         def add(name: str, data: memoryview) -> int:
-            entry = zipfile.ZipInfo(f"{_ROOT}/{name}")  # dated 1980
+            entry = zipfile.ZipInfo(f"{_ROOT}/{name}")  # its date is always 1980, so equal contents make equal files
             large = len(data) >= _LARGE_BYTES
             begin = to.n_bytes + HEADER_BYTES + len(entry.filename) + 4 + (_ZIP64_BYTES if large else 0)
             padding = -begin % _ALIGNMENT
@@ -60,7 +60,7 @@ def write_archive(to: SinkFile, contents: ArchiveContents, proceed: Callable[[],
 
 @cache
 def _globals() -> frozenset[str]:
-    """Names in a pickle of dense tensors and plain data: part of the format."""
+    """Return the globals that a pickle of dense tensors and plain data may name; part of the format."""
     from recckpt.format.tensor_index import NUMPY_DTYPES, STORAGES
 
     return frozenset(
@@ -89,9 +89,10 @@ class LoadableArchive(NamedTuple):
 
 
 def check_loadable(content: BinaryIO, path: str, max_bytes: int = sys.maxsize) -> LoadableArchive:
-    """Check that a file is a zip of torch.save with a pickled dict that names only tensors and plain data.
+    """Check that a file is a zip of torch.save whose pickle is a dict of tensors and plain data.
 
-    Opcodes are read, not run. A file crafted to be well-formed but not loadable passes. ``max_bytes`` is of the pickle.
+    The check reads opcodes and runs none. A file that was crafted to be well-formed but not loadable passes. The pickle
+    may have at most ``max_bytes``.
     """
 
     def read(name: str) -> bytes:
@@ -106,8 +107,8 @@ def check_loadable(content: BinaryIO, path: str, max_bytes: int = sys.maxsize) -
             root = next(iter(entries), "").partition("/")[0]
             data = read("data.pkl")
             byteorder = read("byteorder") if f"{root}/byteorder" in entries else b"little"
-    except Exception as error:  # zipfile raises many kinds for other bytes
-        is_of_storage = isinstance(error, OSError) and error.errno != errno.EINVAL  # EINVAL: a seek before the file
+    except Exception as error:  # zipfile raises many kinds of errors for files that are not zip files
+        is_of_storage = isinstance(error, OSError) and error.errno != errno.EINVAL  # EINVAL: a seek before byte 0
         if is_of_storage or isinstance(error, RecckptError):
             raise
         found = f"not such a file ({type(error).__name__}: {error!s:.200})"
@@ -123,12 +124,12 @@ def check_loadable(content: BinaryIO, path: str, max_bytes: int = sys.maxsize) -
 
 def _check_pickle(data: bytes, path: str) -> None:
     at = begin = 2 if data.startswith(b"\x80\x02") else 0
-    # Numbers in the memo up to about that of the bytes: a pickle gets room for them.
+    # Memo indices must not be much above the number of bytes, because unpickling allocates memory up to the index.
     small, large = rb"..[\0-\x%02x]\0" % (len(data) >> 16 & 255), rb"...[\0-\x%02x]" % (len(data) >> 24)
     simple = re.compile(_SIMPLE % (small if len(data) < 1 << 24 else large), re.DOTALL)
     before = 0
     while at > before:
-        before, at = at, simple.match(data, at).end()  # type: ignore[union-attr]  # it matches nothing too
+        before, at = at, simple.match(data, at).end()  # type: ignore[union-attr]  # always matches, if only ""
         at += _size_at(data, at)
     is_dict = data[begin : begin + 1] == b"}" or _global_at(data, begin) == "collections OrderedDict"
     if at + 1 == len(data) and data[at:] == b".":
@@ -156,7 +157,7 @@ def _check_pickle(data: bytes, path: str) -> None:
 
 
 def _size_at(data: bytes, at: int) -> int:
-    """Return the bytes of an opcode with its argument; 0 if it is not of variable size, or not allowed."""
+    """Return the size of an allowed opcode of variable size with its argument; 0 for any other opcode."""
     if data[at : at + 1] == b"X":
         return 5 + int.from_bytes(data[at + 1 : at + 5], "little")
     if data[at : at + 1] == b"\x8a":

@@ -1,1 +1,1 @@
-"""Threads and ranks, and how ranks agree or find that one of them is lost."""
+"""Threads and ranks; how ranks agree on results, and how they detect that a rank is lost."""

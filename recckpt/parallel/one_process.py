@@ -1,4 +1,4 @@
-"""Objects that belong to the process that made them: their threads take turns; forks and copies are refused."""
+"""Objects that only the process that made them can use, one thread at a time; forks and copies are refused."""
 
 from __future__ import annotations
 
@@ -23,26 +23,24 @@ _Self = TypeVar("_Self", bound="OneProcess")
 
 
 class OneProcess(ABC):
-    """Base of objects with threads, locks or a claim, which a forked child or a copy would not have.
+    """Base class of objects with threads, locks or claims, which do not exist in a forked child or in a copy.
 
-    As a context manager it is closed at the end; an exception of the block takes precedence over an error of closing.
+    As a context manager, the object is closed at the end of the block. If the block raises, an error of ``close()`` is
+    logged and not raised.
 
     Attributes:
-        made_at: file and line of the caller that made it.
+        made_at: file and line of the caller that made the object.
     """
 
     def __init__(self) -> None:
         self.made_at = _caller()
         self._made_by = os.getpid()
-        self._lock = threading.RLock()  # one thread may come in again, as from a handler of a signal
+        self._lock = threading.RLock()  # reentrant, because a signal handler may run in the thread that holds the lock
 
     def _turn(self) -> AbstractContextManager[Any]:
-        """Return the lock that lets one thread in at a time.
-
-        Raises ForkedError if this process is not the one that made it.
-        """
+        """Return the lock of the object; ForkedError if another process made the object."""
         self._check_process()
-        return self._lock  # the lock itself: an interrupt between it and a wrapper of ours would leave it locked
+        return self._lock  # not a wrapper in Python: an interrupt inside the wrapper would leave the lock locked
 
     def _check_process(self) -> None:
         if os.getpid() != self._made_by:
@@ -68,22 +66,22 @@ class OneProcess(ABC):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled, since it belongs to the process and the objects "
-            "that it was made for: make a new one there"
+            f"a {type(self).__name__} cannot be copied or pickled, because it works only in its process and with its "
+            "objects: make a new one where it is needed"
         )
 
 
 class _Guard(threading.Condition):
-    """A condition that is entered by its lock itself: no interrupt comes between taking the lock and the block."""
+    """A condition whose ``with`` uses the lock directly, so that no interrupt can leave the lock locked."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
 
 
 class OwnFuture(Future[_T]):
-    """A future of a thread of this process; in a forked child, where that thread is missing, it raises ForkedError.
+    """A future of a thread of this process; raises ForkedError in a forked child, where the thread does not exist.
 
-    An interrupted wait leaves the thread running.
+    After an interrupted wait, the thread continues.
     """
 
     def __init__(self) -> None:
@@ -93,7 +91,7 @@ class OwnFuture(Future[_T]):
         self._made_by = os.getpid()
 
     def check_process(self) -> None:
-        """Raise ForkedError in a forked child: not even the lock of a future can be relied on there."""
+        """Raise ForkedError in a forked child, where even the lock of a future may be locked forever."""
         if os.getpid() != self._made_by:
             raise ForkedError("this save", self._made_by)
 
@@ -106,7 +104,7 @@ class OwnFuture(Future[_T]):
         self._ended.set()
 
     def run(self, work: Callable[[], _T]) -> None:
-        """Do work here; its result or error becomes that of the future."""
+        """Call ``work`` in this thread, and set its result or error as the result or error of the future."""
         try:
             result = work()
         except BaseException as error:

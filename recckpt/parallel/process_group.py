@@ -1,4 +1,4 @@
-"""The processes of a job, and how they reach each other: the only place that uses ``torch.distributed``."""
+"""Communication between the ranks of a job; no other module uses ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recckpt.parallel.roll_call import RollCall, within
 
 _T = TypeVar("_T")
 Parcel = npt.NDArray[np.uint8]  # bytes from one rank to another
-_made = count()  # the same on all ranks, which make groups together
+_made = count()  # number of groups so far; the same on all ranks, because ranks make groups together
 
 
 class ReusedBuffer:
@@ -33,60 +33,57 @@ class ReusedBuffer:
         self._bytes = np.empty(0, np.uint8)
 
     def take(self, n_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return ``n_bytes`` of arbitrary content, valid until the next call."""
+        """Return ``n_bytes`` of memory with arbitrary content, valid until the next call."""
         if len(self._bytes) < n_bytes:
             self._bytes = np.empty(n_bytes, np.uint8)
         return self._bytes[:n_bytes]
 
 
 class GlooGroup:
-    """A gloo group, closed by a finalizer when its :class:`ProcessGroup` is gone, and at the end of the interpreter.
+    """A gloo group. A finalizer closes it when its :class:`ProcessGroup` is deleted, or when the interpreter ends.
 
-    A thread of gloo drops the tensors of a collective after the collective has returned, and needs the interpreter to
-    do so. If the interpreter is ending, CPython ends the thread inside a destructor, and the process aborts
+    A thread of gloo deletes the tensors of a collective after the collective has returned, and needs the interpreter
+    for this. If the interpreter is ending, CPython ends the thread inside a destructor, and the process aborts
     (https://github.com/pytorch/pytorch/issues/190489). A closed group has no threads.
 
-    Closing waits for the threads of this process, never for other ranks. So a group is left open if a collective may
-    still be running in it, as in a daemon thread or after an interrupt, or if it was made before this process was
-    forked: its threads do not exist here. Nothing else may hold the group.
+    Closing waits for the threads of this process, never for other ranks. The group stays open in two cases: a
+    collective may still be running, in a daemon thread or after an interrupt; or this process was forked after the
+    group was made, so that the threads of the group do not exist. No other object may refer to the group.
     """
 
     def __init__(self, group: Any) -> None:
         self._group, self._is_idle, self._made_by = group, True, os.getpid()
 
     def run(self, work: Callable[[Any], _T]) -> _T:
-        """Return what work makes of the group. One thread at a time.
-
-        Raises RecckptError if the interpreter is ending, and the group is closed.
-        """
+        """Return ``work(group)``; only one thread may call this at a time. RecckptError if the group is closed."""
         if self._group is None:
-            raise RecckptError("the interpreter is ending, and ranks no longer reach each other: save before it ends")
+            raise RecckptError("the interpreter is ending, so ranks can no longer communicate: save before it ends")
         self._is_idle = False
         try:
             result = work(self._group)
-        except RuntimeError:  # gloo's: the collective has failed, and is over
+        except RuntimeError:  # from gloo: the collective has failed and no longer runs
             self._is_idle = True
             raise
         self._is_idle = True
         return result
 
     def close(self) -> None:
-        """Close it; call at most once."""
+        """Close the group unless a collective may be running; call at most once."""
         import torch.distributed as dist
 
         if not self._is_idle or os.getpid() != self._made_by:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # else its destructor waits, at the end too
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # never delete it, because its destructor waits
             return
         group, self._group = self._group, None
-        with suppress(Exception):  # gone already
+        with suppress(Exception):  # already destroyed
             dist.destroy_process_group(group)
 
 
 class ProcessGroup:
-    """The ranks of ``torch.distributed``, over their own gloo group, so that training's collectives are never met.
+    """The ranks of ``torch.distributed``, in a gloo group of their own, separate from the collectives of training.
 
-    Making one is collective. A rank that one of its groups finds lost is lost for its twins too. ``call`` finds out
-    which rank is missing; a rank waits ``timeout_sec`` for the others.
+    The constructor is collective. If this group finds a rank lost, the rank is lost for the twins of this group too.
+    ``call`` finds out which rank is missing. A rank waits ``timeout_sec`` for the others.
 
     Raises:
         RankLostError: here as in all methods: a rank is dead or did not answer in time.
@@ -102,12 +99,12 @@ class ProcessGroup:
         def formed() -> Any:
             timeout = timedelta(seconds=timeout_sec)
             group = within(timeout_sec, lambda: dist.new_group(backend="gloo", timeout=timeout))
-            if group is None:  # the store of a stopped host would never answer
+            if group is None:  # the store does not answer if its host was stopped
                 raise RuntimeError("Timed out while the ranks formed a group")
             return group
 
         self._group = GlooGroup(self._found_out(formed))
-        self._close = weakref.finalize(self, self._group.close)  # torch would keep the group, its threads and files
+        self._close = weakref.finalize(self, self._group.close)  # without it, torch keeps the group and its threads
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order of rank, to all of them. Collective."""
@@ -116,15 +113,15 @@ class ProcessGroup:
         return values
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in order of rank, to rank 0, and None to the others. Collective.
+        """Return the values of all ranks, in order of rank, on rank 0, and None on other ranks. Collective.
 
-        No rank returns before all have come, so the next wait has the whole timeout. ``gather_object`` would send the
-        sizes of all values to all ranks.
+        No rank returns before all ranks have called this, so the next collective has the whole timeout. This does not
+        use ``gather_object``, because that sends the sizes of all values to all ranks.
         """
         import torch
 
-        own = bytearray(pickle.dumps(value)) if self.rank else bytearray()  # that of rank 0 stays where it is
-        longest = torch.tensor([len(own)], device="cpu")  # whatever device is the default
+        own = bytearray(pickle.dumps(value)) if self.rank else bytearray()  # rank 0 need not send its value
+        longest = torch.tensor([len(own)], device="cpu")  # explicit, because the default device may be another
 
         def gather(group: Any) -> list[Any] | None:
             self._dist.all_reduce(longest, op=self._dist.ReduceOp.MAX, group=group)
@@ -138,10 +135,10 @@ class ProcessGroup:
         received = self._collective(gather)
         if received is None:
             return None
-        return [value, *(pickle.loads(each.numpy()) for each in received[1:])]  # pickles end before the padding
+        return [value, *(pickle.loads(each.numpy()) for each in received[1:])]  # loads() ignores the padding
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value to all. Collective."""
+        """Return the value of rank 0 on all ranks. Collective."""
         values = [value]
         self._collective(lambda group: self._dist.broadcast_object_list(values, src=0, group=group))
         return values[0]
@@ -149,9 +146,9 @@ class ProcessGroup:
     def exchange(
         self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
     ) -> tuple[list[int], list[Parcel]]:
-        """Send a mark to all ranks and a parcel to each; return the marks and parcels of all. Collective.
+        """Send the mark to all ranks and one parcel to each; return (marks, parcels) by sending rank. Collective.
 
-        What a rank sends itself is dropped. What it receives is in the buffer ``into``, or in new memory.
+        A rank's parcel to itself is dropped. Received bytes are in the buffer ``into``, or in new memory if it is None.
         """
         import torch
 
@@ -175,25 +172,28 @@ class ProcessGroup:
         return ProcessGroup(self.timeout_sec, self.call)
 
     def _collective(self, work: Callable[[Any], _T]) -> _T:
-        """Do collective work with the group, or find out which rank does not take part."""
+        """Do collective work with the group; if it fails, raise RankLostError with the ranks that did not take part."""
         return self._found_out(lambda: self._group.run(work), self._close)
 
     def _found_out(self, work: Callable[[], _T], close: Callable[[], object] = lambda: None) -> _T:
-        """Do work, or find out which rank does not, after closing this group for ranks that still wait for it."""
+        """Do work; if it fails, raise RankLostError with the missing ranks.
+
+        First ``close`` closes the group, so that ranks that still wait in it fail too.
+        """
         self.call.check()
         begin = time.monotonic()
         try:
             return work()
-        except RuntimeError as error:  # gloo's
+        except RuntimeError as error:  # from gloo
             cause = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". This is typically")[0]
-            traceback.clear_frames(error.__traceback__)  # they hold the group
+            traceback.clear_frames(error.__traceback__)  # because frames refer to the group
             close()
             lost = self.call.take(begin, timed_out="imed out" in cause, cause=cause)
             raise lost from error
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that all collective methods raise at once."""
+        """Whether a rank is known to be missing, so that all collective methods raise immediately."""
         return self.call.is_lost
 
     @property
@@ -203,17 +203,18 @@ class ProcessGroup:
 
 
 def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
-    """Return the group of several ranks, including this one. Collective.
+    """Return the group of all ranks. Collective.
 
-    Raises ValueError without a process group or with wrong numbers, RankLostError if not all ranks came in time.
+    Raises ValueError if there is no process group or if the arguments do not match its rank and size; RankLostError if
+    not all ranks call this in time.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"{shard_num} ranks need torch.distributed to save together: call init_process_group on every rank before, "
-            "such as init_process_group('gloo') under torchrun; a process that saves for itself, to an output dir of "
-            "its own, says so by shard_id=0, shard_num=1"
+            f"{shard_num} ranks need torch.distributed to save together: first call init_process_group on every rank, "
+            "such as init_process_group('gloo') under torchrun; if this process saves alone, to an output dir of its "
+            "own, pass shard_id=0, shard_num=1"
         )
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     if (rank, n_ranks) != (shard_id, shard_num):
@@ -224,14 +225,14 @@ def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
 
 
 def _joined(parcels: Sequence[Parcel]) -> Parcel:
-    """Return the bytes of all parcels; without copying if only one is filled and torch takes it."""
+    """Return the concatenated bytes of all parcels; no copy if only one is not empty and its memory is writable."""
     filled = [parcel for parcel in parcels if len(parcel)]
     return filled[0] if len(filled) == 1 and filled[0].flags.writeable else np.concatenate(parcels)
 
 
 def shared_store(name: str) -> Any:
-    """Return a part, with this name, of the key-value store that the ranks of the process group met at."""
+    """Return the key-value store of the process group, with a prefix ``name`` for all keys."""
     import torch.distributed as dist
 
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks it starts again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # because torchrun's store survives restarts of ranks
     return dist.distributed_c10d.PrefixStore(f"{name}/{attempt}", dist.distributed_c10d._get_default_store())

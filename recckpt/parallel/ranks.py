@@ -1,4 +1,4 @@
-"""Ranks that act as one: what fails on one of them fails on all, with the same error."""
+"""Work that all ranks do together: if it fails on one rank, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from recckpt.text.foreign_words import answers_by
 
 _T = TypeVar("_T")
 Failed = Callable[[int, str], RecckptError]
-Reason = RecckptError | str  # an error of ours as it is, the text of any other
-_GOES_ON, _FAILED = 0, 1  # the mark of a rank at a meeting
+Reason = RecckptError | str  # an error of recckpt itself, or the text of any other error
+_GOES_ON, _FAILED = 0, 1  # marks that a rank sends at a meeting
 DEFAULT_TIMEOUT_SEC = 1800.0
-VISIBLE_SEC = 90.0  # to look for files of other ranks: an NFS client may use a listing for 60
+VISIBLE_SEC = 90.0  # how long to look for files of other ranks, because an NFS client may cache a listing for 60 s
 _R = TypeVar("_R")
 Lost = Callable[[RankLostError], RecckptError]
 
 
 class OtherCallError(RecckptError):
-    """Ranks have met in different calls, so that whatever they do next together would go on in the wrong order."""
+    """Ranks are in different calls, so that their next collectives would not match."""
 
 
 def outcome_of(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
@@ -40,55 +40,60 @@ def outcome_of(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def sendable(failure: Exception | None) -> Reason | None:
-    """Return an error as it is sent to other ranks: ours as they are, others as text."""
+    """Return what to send to other ranks for an error: an error of recckpt itself, the text of any other error."""
     if failure is None or isinstance(failure, RecckptError):
         return failure
     return f"{type(failure).__name__}: {failure}"
 
 
 def error_of(rank: int, reason: Reason, failed: Failed | None) -> RecckptError:
-    """Return what a rank raises for the failure of another; ``failed`` makes errors of text, None for a plain one."""
+    """Return the error that a rank raises if another rank failed.
+
+    If the reason is a text, ``failed(rank, text)`` makes the error; if ``failed`` is None, it is a RecckptError.
+    """
     if isinstance(reason, RecckptError):
         return reason
     return RecckptError(f"rank {rank} failed: {reason}") if failed is None else failed(rank, reason)
 
 
 def _gathered(group: ProcessGroup, value: _T) -> list[_T]:
-    """Return the values of all ranks; each sends with it in which call it is. Collective."""
+    """Return the values of all ranks; OtherCallError if ranks are in different calls. Collective."""
     of_ranks = group.all_gather((*_call(), value))
     place, call, _ = of_ranks[0]
     for rank, (other_place, other_call, _) in enumerate(of_ranks):
         if other_place != place:
             raise OtherCallError(
                 f"rank {rank} is in {other_call}() ({other_place}), and rank 0 in {call}() ({place}): ranks have taken "
-                "different numbers of steps; let all make the same calls, in a loop that ends for all at the same step"
+                "different numbers of steps; make the same calls on all ranks, and end the loop at the same step on all"
             )
     return [value for _, _, value in of_ranks]
 
 
 def _call() -> tuple[str, str]:
-    """Return which function meets the other ranks, and in which call of recckpt, as the stack has them."""
+    """Return (the function that communicates, the public recckpt function that was called), from the stack."""
     names = list[tuple[str, str]]()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if names and not module.startswith("recckpt."):
             break
-        if module not in (__name__, answers_by.__module__):  # the latter wraps calls
+        if module not in (__name__, answers_by.__module__):  # skip the wrappers of public calls
             names.append((module.rpartition(".")[2], frame.f_code.co_name))
         frame = frame.f_back
     return ".".join(names[0]), names[-1][1]
 
 
 class Meetings:
-    """Meetings of ranks that do the same work: all come to the same meetings in the same order.
+    """Collective calls of ranks that do the same work; all ranks make the same calls in the same order.
 
-    All meetings have one form, so a rank that fails comes to one more, which may be any for the others: they raise its
-    error there, and no further meetings follow. Not thread-safe.
+    A meeting is one such call, and all meetings exchange the same kind of data. So a rank that fails sends its failure
+    in one more meeting, whatever the next meeting of the other ranks is. The other ranks raise the error there, and no
+    further meetings follow. Not thread-safe.
 
     Args:
-        group: how the ranks reach each other; None for a rank that is alone.
-        failed: makes the error that ranks raise if another had one that is not ours; None for a plain one.
+        group: the group for communication; None if there is only one rank.
+        failed: makes the error to raise if another rank failed with an error that is not recckpt's; None for a
+            RecckptError.
 
     Raises:
         RecckptError: in all methods: another rank has failed.
@@ -98,13 +103,13 @@ class Meetings:
     def __init__(self, group: ProcessGroup | None = None, failed: Failed | None = None) -> None:
         self.rank, self.size = (group.rank, group.size) if group is not None else (0, 1)
         self._group, self._failed = group, failed
-        self._nothing: list[Parcel] = [np.empty(0, np.uint8)] * self.size  # for each rank
+        self._nothing: list[Parcel] = [np.empty(0, np.uint8)] * self.size  # one empty parcel per rank
         self._is_over = False
 
     def exchange(self, parcels: Sequence[Parcel], into: ReusedBuffer | None = None) -> list[Parcel]:
-        """Send bytes to each rank, and return what each has sent; nothing from itself. Collective.
+        """Send one parcel to each rank; return the received parcels by rank, an empty one for this rank. Collective.
 
-        Received bytes are in the buffer ``into``; with None in new memory.
+        Received bytes are in the buffer ``into``, or in new memory if ``into`` is None.
         """
         marks, received = self._meet(_GOES_ON, parcels, into)
         if _FAILED in marks:
@@ -121,13 +126,13 @@ class Meetings:
         return [value if rank == self.rank else pickle.loads(parcel.data) for rank, parcel in enumerate(received)]
 
     def wait(self) -> None:
-        """Return once all ranks are here. Collective."""
+        """Return once all ranks have called this. Collective."""
         self.exchange(self._nothing)
 
     def end(self, failure: Exception | None) -> None:
-        """Come to the last meeting, unless it is over; ``failure`` is this rank's own. Collective.
+        """Join the last meeting, unless a rank has failed before; ``failure`` is this rank's error, if any. Collective.
 
-        Raises RecckptError if another rank has failed since, and this one has not.
+        Raises RecckptError if another rank has failed and this rank has not.
         """
         if failure is not None:
             self._fail(failure)
@@ -136,7 +141,7 @@ class Meetings:
 
     @contextmanager
     def ended_by_errors(self) -> Iterator[None]:
-        """Let the other ranks raise an error of the block as it is, before this rank handles it."""
+        """If the block raises, send the error to the other ranks, which raise it, and then raise it here."""
         try:
             yield
         except Exception as error:
@@ -156,7 +161,7 @@ class Meetings:
             return [mark], self._nothing
         try:
             marks, received = self._group.exchange(mark, parcels, into)
-        except BaseException:  # a rank is missing, or this one was interrupted
+        except BaseException:  # a rank is missing, or this rank was interrupted
             self._is_over = True
             raise
         self._is_over = _FAILED in marks
@@ -168,9 +173,9 @@ class Meetings:
 
 
 class Connection:
-    """Two groups of the same ranks, made on first use: for the caller and for a thread. Thread-safe.
+    """Two groups of the same ranks, one for the caller and one for a background thread. Thread-safe.
 
-    ``connect`` makes the caller's; it is collective if there are several ranks.
+    The groups are made on first use. ``connect`` makes the caller's group; it is collective if there are several ranks.
     """
 
     def __init__(self, connect: Callable[[], ProcessGroup]) -> None:
@@ -179,7 +184,7 @@ class Connection:
 
     @property
     def groups(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """The group of the caller, and one for a thread, so that the two never meet each other's collectives."""
+        """(Group of the caller, group of the background thread), so that their collectives do not mix."""
         with self._lock:
             if self._groups is None:
                 front = self._connect()
@@ -197,16 +202,16 @@ class Connection:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank and those that work with it; they all call the same methods in the same order.
+    """The ranks that work together; all ranks call the same methods in the same order.
 
     Attributes:
-        rank: number of this rank.
+        rank: index of this rank.
         size: number of ranks.
-        connection: how they reach each other; None for a rank that is alone.
-        failed: makes the error that all ranks raise if one had an error that is not ours: (rank, text) -> error; with
-            None a rank raises its own as it is.
-        lost: makes the error that is raised if a rank is missing; None for RankLostError as it is.
-        is_background: whether they act in a thread of their own.
+        connection: the groups for communication; None if there is only one rank.
+        failed: function (rank, text) -> error that all ranks raise if a rank failed with an error that is not
+            recckpt's; with None, that rank raises its own error unchanged.
+        lost: makes the error to raise from a RankLostError; None to raise the RankLostError.
+        is_background: whether the methods are called in a background thread.
     """
 
     rank: int
@@ -221,24 +226,24 @@ class Ranks:
 
     @property
     def background(self) -> Ranks:
-        """The same ranks for a thread, which may act beside the caller."""
+        """The same ranks for a background thread, which may communicate while the caller does."""
         return replace(self, is_background=True)
 
     @property
     def has_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that all collective methods raise at once. Not collective."""
+        """Whether a rank is known to be missing, so that all collective methods raise immediately. Not collective."""
         return self.connection is not None and self.connection.is_lost
 
     @property
     def is_over(self) -> bool:
-        """Whether the process group that they belong to has been destroyed. Not collective."""
+        """Whether the process group of these ranks has been destroyed. Not collective."""
         return self.connection is not None and self.connection.is_over
 
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all ranks, in order of rank. Collective.
 
-        As in all methods, a missing rank raises RankLostError, or what ``lost`` makes of it; where ranks
-        are in different calls that gather or do work, as here and in :meth:`on_all`, all raise OtherCallError.
+        Raises RankLostError if a rank is missing, or the error that ``lost`` makes from it, as all methods do. If ranks
+        are in different calls of recckpt, this method and :meth:`on_all` raise OtherCallError on all ranks.
         """
         if self.connection is None:
             return [own]
@@ -246,7 +251,7 @@ class Ranks:
             return _gathered(group, own)
 
     def on_all(self, work: Callable[[], _T]) -> list[_T]:
-        """Do work on every rank and return all results, in order of rank; all raise the first failure. Collective."""
+        """Do work on every rank and return all results by rank; all ranks raise the first failure. Collective."""
         if self.connection is None:
             return [self._alone(work)]
 
@@ -258,13 +263,13 @@ class Ranks:
             return [result for result, _ in outcomes]
 
     def on_each(self, work: Callable[[], _T]) -> _T:
-        """Do work on every rank, as :meth:`on_all`, and return this rank's result; results are not sent. Collective."""
+        """Do work on every rank, like :meth:`on_all`, but return this rank's result and send no results. Collective."""
         results: list[_T] = []
         self.on_all(lambda: results.append(work()))
         return results[0]
 
     def on_first(self, work: Callable[[], _T]) -> _T:
-        """Do work on rank 0, and return its result on all ranks; all raise its failure. Collective."""
+        """Do work on rank 0, and return its result, or raise its failure, on all ranks. Collective."""
         if self.connection is None:
             return self._alone(work)
 
@@ -275,10 +280,10 @@ class Ranks:
             return cast(_T, result)
 
     def concluded(self, work: Callable[[], _T], conclude: Callable[[list[_T]], _R]) -> _R:
-        """Do work on every rank, send the results to rank 0, and return its conclusion from them on all. Collective.
+        """Do work on every rank, call ``conclude(results)`` on rank 0, and return its value on all ranks. Collective.
 
-        Traffic grows with the number of ranks; with :meth:`on_all` it grows with its square. ``conclude`` gets all
-        results, in order of rank, unless work failed on a rank. All raise the first failure, or that of ``conclude``.
+        Traffic is linear in the number of ranks; with :meth:`on_all` it is quadratic. ``results`` has one result per
+        rank. If work fails on a rank, ``conclude`` is not called. All ranks raise the first failure.
         """
         if self.connection is None:
             return self._alone(lambda: conclude([work()]))
@@ -299,11 +304,11 @@ class Ranks:
             return cast(_R, conclusion)
 
     def in_meetings(self, work: Callable[[Meetings], _T]) -> _T:
-        """Do work on every rank, in which all come to the same meetings; return this rank's result. Collective.
+        """Do work on every rank, and return this rank's result; all ranks join the same :class:`Meetings`. Collective.
 
         Raises:
-            RecckptError: work failed on a rank. Ranks that are at a meeting, or come to one, raise the failure there,
-                and in the end all raise the same error; if tables have changed, a PartlyLoadedError.
+            RecckptError: work failed on a rank. Other ranks raise the failure in their present or next meeting. Then
+                all ranks raise the same error; if tables have changed, a PartlyLoadedError.
         """
         if self.connection is None:
             return self._alone(lambda: work(Meetings()))
@@ -343,7 +348,7 @@ class Ranks:
             raise self.lost(error) from error
 
     def _raise_alike(self, rank: int, reason: Reason | None, own: Exception | None) -> None:
-        """Raise the failure of a rank, if there is one; on that rank, with its own error as the cause."""
+        """Raise the failure of a rank, if ``reason`` is not None; ``own`` is this rank's error, the cause."""
         if reason is None:
             return
         if isinstance(reason, str) and self.failed is not None:
@@ -352,16 +357,16 @@ class Ranks:
 
 
 class RanksNow(dict[tuple[int, int], Ranks]):
-    """The ranks of a saver by (rank, size), as the process group is now; they connect on first use."""
+    """(Rank, size) -> the ranks of a saver in the present process group; ranks connect on first use."""
 
     def __init__(self, timeout_sec: float) -> None:
         super().__init__()
         self._timeout_sec = timeout_sec
 
     def of(self, shard_id: int | None, shard_num: int | None) -> Ranks:
-        """Return the ranks that act together. Not collective.
+        """Return the ranks that work together. Not collective.
 
-        Raises ValueError if the numbers do not fit each other.
+        Raises ValueError if ``shard_id`` and ``shard_num`` do not fit each other.
         """
         rank, size = key = this_rank(shard_id, shard_num)
         if key not in self or self[key].is_over:
@@ -371,14 +376,14 @@ class RanksNow(dict[tuple[int, int], Ranks]):
 
     @property
     def has_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that everything collective raises."""
+        """Whether a rank is known to be missing, so that all collective methods raise."""
         return any(ranks.has_lost for ranks in self.values())
 
 
 def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
-    """Return the number of this rank and of all: as given, else by :func:`rank_and_size`.
+    """Return (rank, number of ranks): the arguments, and :func:`rank_and_size` for an argument that is None.
 
-    Raises ValueError if the numbers do not fit each other, or the environment is needed and has no valid numbers.
+    Raises ValueError if the two do not fit each other, or the environment is needed and invalid.
     """
     is_given = shard_num == 1 or None not in (shard_id, shard_num)
     rank, size = (0, 1) if is_given else rank_and_size()
@@ -390,11 +395,11 @@ def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tupl
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
+    """Return (rank, number of ranks) from the process group, or else from the variables RANK and WORLD_SIZE.
 
-    Raises ValueError if one of the two variables is not a number, or is missing although the other means several ranks.
+    Raises ValueError if a variable is not a number, or if one is missing although the other implies several ranks.
     """
-    dist = sys.modules.get("torch.distributed")  # without which there is no process group
+    dist = sys.modules.get("torch.distributed")  # if it was not imported, there is no process group
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
@@ -406,8 +411,8 @@ def rank_and_size() -> tuple[int, int]:
     if len(found) == 1 and (rank, size) != (0, 1):
         raise ValueError(
             f"found {text} in the environment without {'RANK' if 'RANK' not in found else 'WORLD_SIZE'}, and no "
-            "process group: this may be one of several processes, which would fight over one output dir; set both, as "
-            "torchrun does, or call init_process_group, or give shard_id and shard_num (0 and 1 where this one works "
-            "for itself)"
+            "process group: this may be one of several processes, which would overwrite each other's files in the "
+            "output dir; set both, as torchrun does, or call init_process_group, or pass shard_id and shard_num (0 and "
+            "1 if this process works alone)"
         )
     return rank, size

@@ -1,4 +1,4 @@
-"""Finds out which rank is missing when ranks no longer reach each other. Imports no torch."""
+"""Finds out which rank is missing after communication between ranks has failed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _SHORTEST_SLEEP_SEC, _LONGEST_SLEEP_SEC = 0.001, 0.05
-GRACE_SEC = 2.0  # twice of it, for those who answer and for the store, is less than the 5 s that a timeout may be late
+GRACE_SEC = 2.0  # once for the other ranks and once for the store; together less than the 5 s a timeout may be late
 _T = TypeVar("_T")
 
 
 class Attendance:
-    """One place where ranks meet; its keys in their shared store begin with ``prefix``."""
+    """A list of the ranks that have come, in a store that all ranks share; its keys begin with ``prefix``."""
 
     def __init__(self, store: Store, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size, self._prefix = store, rank, size, prefix
@@ -30,11 +30,11 @@ class Attendance:
         self._store.set(f"{self._prefix}here/{self._rank}", "1")
 
     def all_here(self) -> bool:
-        """Say whether all ranks have come, by one request."""
+        """Say whether all ranks have come; needs one request."""
         return self._store.check([f"{self._prefix}here/{rank}" for rank in range(self._size)])
 
     def missing(self, ranks: range | None = None) -> list[int]:
-        """Return the ranks that have not come; few requests if few are missing."""
+        """Return the ranks that have not come, by binary search: few requests if few ranks are missing."""
         ranks = range(self._size) if ranks is None else ranks
         if self._store.check([f"{self._prefix}here/{rank}" for rank in ranks]):
             return []
@@ -42,9 +42,10 @@ class Attendance:
         return [*self.missing(ranks[:half]), *self.missing(ranks[half:])] if half else list(ranks)
 
     def leave(self, timeout_sec: float, lost: Collection[int] = ()) -> bool:
-        """Note that this rank leaves; rank 0 waits for all ranks that are not lost, and says whether they left.
+        """Record that this rank leaves, and on rank 0, wait until all ranks that are not lost have left.
 
-        Rank 0 leaves last because the store may live in its process, which may end after this.
+        Returns False if the wait timed out. Rank 0 leaves last, because its process may hold the store and may end
+        after this call.
         """
         self._store.set(f"{self._prefix}gone/{self._rank}", "1")
         gone = [f"{self._prefix}gone/{rank}" for rank in range(self._size) if rank not in lost]
@@ -68,9 +69,9 @@ def moments(timeout_sec: float) -> Iterator[None]:
 
 
 class RollCall:
-    """Says which rank is missing: the same answer on all ranks, now and from then on. Thread-safe.
+    """Finds the missing ranks. The answer is the same on all ranks and does not change later. Thread-safe.
 
-    Its keys need a part of the store of their own; a rank waits ``timeout_sec`` for the others.
+    No other object may use the same keys of the store. A rank waits ``timeout_sec`` for the others.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
@@ -88,23 +89,27 @@ class RollCall:
             raise RankLostError(self._lost.ranks, self._lost.cause)
 
     def take(self, waited_since: float, *, timed_out: bool, cause: str) -> RankLostError:
-        """Return the error that names the missing ranks, on which all others agree.
+        """Return the error that names the missing ranks; all ranks that call this get the same error.
 
-        The other ranks call this too: at once if they were waiting, else when they have finished their own work. This
-        rank waits for them until the timeout is up, counted from ``waited_since`` (``time.monotonic``); those that have
-        not come by then are missing. ``timed_out`` distinguishes a timeout from a closed connection.
+        The other ranks call this too, as soon as their communication fails or they have finished their own work.
+
+        Args:
+            waited_since: when this rank began to wait, in ``time.monotonic``; ranks that have not called this
+                ``timeout_sec`` later are missing.
+            timed_out: whether communication failed by a timeout; False for a closed connection.
+            cause: text of the failure.
         """
         with self._lock:
             if self._lost is None:
                 end = GRACE_SEC + max(time.monotonic(), 0.0 if timed_out else waited_since + self._timeout_sec)
                 verdict = within(end - time.monotonic() + GRACE_SEC, lambda: self._agree(end, timed_out, cause))
-                silent = [0], f"{cause}; the store by which ranks find each other, mostly held by rank 0, is silent too"
+                silent = [0], f"{cause}; the store of the process group, usually in rank 0, does not answer either"
                 ranks, text = verdict or silent
                 self._lost = RankLostError(ranks, text)
         return RankLostError(self._lost.ranks, self._lost.cause)
 
     def _agree(self, end: float, timed_out: bool, cause: str) -> tuple[list[int], str]:
-        """Wait until all but one have come, another rank has given the answer, or the time is up; then answer."""
+        """Wait until at most one rank is missing, another rank has decided, or the time is up; return the decision."""
         self._ranks.come()
         for _ in moments(end - time.monotonic()):
             missing = self._ranks.missing()
@@ -118,9 +123,10 @@ class RollCall:
 
 
 def in_time(seconds: float, work: Callable[[], _T], what: str) -> _T:
-    """Return what ``work`` returns, or raise its error; TimeoutError if it takes longer than ``seconds``.
+    """Return what ``work`` returns, or raise its error; TimeoutError if ``work`` takes longer than ``seconds``.
 
-    It goes on in its thread then. So other ranks do not take this one as lost.
+    After a timeout, ``work`` keeps running in its thread. The limit lets this rank answer before other ranks consider
+    it lost.
     """
     errand = Errand(work)
     start(threading.Thread(target=errand.run, name="recckpt-in-time", daemon=True))
@@ -130,10 +136,10 @@ def in_time(seconds: float, work: Callable[[], _T], what: str) -> _T:
 
 
 def within(seconds: float, work: Callable[[], _T]) -> _T | None:
-    """Return what ``work`` returns; None if it fails or takes longer, as with a store whose host was stopped."""
+    """Return what ``work`` returns; None if ``work`` raises RuntimeError or takes longer than ``seconds``."""
     errand = Errand(work)
     start(threading.Thread(target=errand.run, name="recckpt-roll-call", daemon=True))
     try:
         return errand.result() if errand.over.wait(seconds) else None
-    except RuntimeError:  # what torch's stores raise
+    except RuntimeError:  # from torch's stores
         return None

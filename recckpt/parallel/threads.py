@@ -1,9 +1,10 @@
-"""Threads that are started and waited for so that an interrupt leaves no lock held, and work for them.
+"""Starts threads, waits for them and gives them work, in ways in which an interrupt leaves no lock locked.
 
-An interrupt (Ctrl-C, or any handler that raises) may come between taking the lock of a ``threading.Condition`` and the
-block that gives it back, since taking it runs Python. Then it is never given back, and the next taker waits forever.
-That holds for everything built on conditions: ``Event``, ``Semaphore``, ``Queue``, ``Future``, executors, and
-``Thread.start``, which waits for an ``Event`` that the new thread sets. A plain lock in a ``with`` is safe.
+An interrupt (Ctrl-C, or any signal handler that raises) may come after the lock of a ``threading.Condition`` is taken
+and before the ``try`` block that releases it, because the condition takes the lock in Python code. Then the lock is
+never released, and the next thread that takes it waits forever. The same is true of all classes that use conditions:
+``Event``, ``Semaphore``, ``Queue``, ``Future``, executors, and ``Thread.start``, which waits for an ``Event`` that the
+new thread sets. A plain lock in a ``with`` is safe.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from weakref import WeakSet
 
 from recckpt.errors import RecckptError
 
-_pools_of_parents: list[bool] = []  # one in a fork that has not taken care of it
+_pools_of_parents: list[bool] = []  # not empty in a forked child that has not yet made torch's thread pool anew
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-_NICENESS = 5  # a third of the share of another thread; with a tenth, at 10, a save starves if all cores are busy
-_LOOK_SEC = 1.0  # how often to ask whether to stop
+_NICENESS = 5  # gives a third of the CPU share of another thread; 10 gives a tenth, too little if all cores are busy
+_LOOK_SEC = 1.0  # interval of checks whether to stop
 _TRIES = 3
-_NEW_OBJECTS = 100_000  # between two runs of the garbage collector, where it is to run rarely
+_NEW_OBJECTS = 100_000  # new objects between two runs of the garbage collector inside collected_rarely()
 
 
 if hasattr(os, "register_at_fork"):
@@ -38,7 +39,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Latch:
-    """An event that happens once. Thread-safe; each waiter has a lock of its own, so an interrupt leaks none."""
+    """An event that is set once. Thread-safe; each waiter has its own lock, so an interrupt leaves no lock locked."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -48,13 +49,13 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        self._is_set = True  # first: whoever begins to wait after the last waiter was taken here sees it
+        self._is_set = True  # before the loop, so that a thread that begins to wait after the loop does not block
         while self._waiters:
             self._waiters.pop().release()
 
     def wait(self, timeout_sec: float | None = None) -> bool:
         waiter = threading.Lock()
-        waiter.acquire()  # given back by set()
+        waiter.acquire()  # set() releases the lock
         self._waiters.append(waiter)
         if not self._is_set:
             waiter.acquire(timeout=-1 if timeout_sec is None else min(max(0.0, timeout_sec), threading.TIMEOUT_MAX))
@@ -62,32 +63,32 @@ class Latch:
 
 
 class Starting:
-    """Threads that are being started; if the caller is the main thread, by another one. ``started`` lists them.
+    """Starts threads; if the caller is the main thread, in another thread. ``started`` lists the started threads.
 
     Raises:
-        RuntimeError: there is no room for a thread, or the interpreter is about to end; here or in :meth:`wait`.
+        RuntimeError: here or in :meth:`wait`: the system cannot make a thread, or the interpreter is about to end.
     """
 
     def __init__(self, threads: Sequence[threading.Thread]) -> None:
         self.started: list[threading.Thread] = []
         self._threads, self._over, self._errors = threads, Latch(), list[BaseException]()
         if _pools_of_parents:
-            # Torch gives up the pool of the parent when a thread first computes in a fork. Where two do so at once, the
-            # second may find no pool: "pool INTERNAL ASSERT FAILED ... Invalid thread pool!"
-            # (caffe2/utils/threadpool/pthreadpool-cpp.cc takes no lock). So it is made anew before there are two.
+            # Torch drops the parent's thread pool when a thread first computes in a forked child. If two threads do so
+            # at the same time, one may find no pool: "pool INTERNAL ASSERT FAILED ... Invalid thread pool!"
+            # (caffe2/utils/threadpool/pthreadpool-cpp.cc takes no lock). So make a new pool before threads start.
             _pools_of_parents.clear()
             if (torch := sys.modules.get("torch")) is not None:
                 torch.set_num_threads(torch.get_num_threads())
         if threading.current_thread() is threading.main_thread():
-            _thread.start_new_thread(self._run, ())  # which waits for nothing
+            _thread.start_new_thread(self._run, ())  # returns without waiting, unlike Thread.start
         else:
             self._run()
 
     def wait(self) -> None:
-        """Return once all are started, or raise the error of the first that could not be."""
+        """Return once all threads are started, or raise the error of the first that could not start."""
         self._over.wait()
         if self._errors:
-            raise self._errors.pop()  # which refers to this by its traceback
+            raise self._errors.pop()  # pop, because the traceback of the error refers to this object
 
     def _run(self) -> None:
         try:
@@ -101,12 +102,12 @@ class Starting:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, and return once it runs; if this is interrupted, it may run or not."""
+    """Start a thread, and return once it runs; after an interrupt of this call, the thread may run or not."""
     Starting([thread]).wait()
 
 
 class Errand(Generic[_T]):
-    """Work for a thread; ``over`` happens when it has ended."""
+    """Work for a thread; ``over`` is set when the work has ended."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
         self._work, self.over = work, Latch()
@@ -115,23 +116,23 @@ class Errand(Generic[_T]):
     def run(self) -> None:
         try:
             self._results.append(self._work())
-        except BaseException as error:  # raised by who waits
+        except BaseException as error:  # result() raises it
             self._errors.append(error)
         finally:
             self.over.set()
 
     def result(self) -> _T:
-        """Return what it returned, or raise what it raised; only once it is over, and only once."""
+        """Return the result of the work, or raise its error; call once, after ``over`` is set."""
         if self._errors:
-            raise self._errors.pop()  # which refers to this by its traceback
+            raise self._errors.pop()  # pop, because the traceback of the error refers to this object
         return self._results.pop()
 
 
 def aside(work: Callable[[], _T], give_up: Callable[[], object]) -> _T:
-    """Return what work returns, done in another thread if this is the main one, where an interrupt would leak its
-    locks.
+    """Return what work returns; if this is the main thread, do the work in another thread.
 
-    If this is interrupted, it calls ``give_up``, which must end the work soon, and raises once that has ended.
+    The main thread gets interrupts, which would leave locks of the work locked. After an interrupt, this function calls
+    ``give_up``, which must make the work end soon, waits for its end, and raises the interrupt.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -151,7 +152,7 @@ def aside(work: Callable[[], _T], give_up: Callable[[], object]) -> _T:
 class Worker(Generic[_T]):
     """Does one task at a time in a thread of low priority. Not thread-safe.
 
-    ``task`` is the current task, or the last one begun; None before, and after :meth:`drop`.
+    ``task`` is the last task that began, also after its end; None before the first task and after :meth:`drop`.
     """
 
     def __init__(self, name: str, *, is_daemon: bool = False) -> None:
@@ -167,20 +168,25 @@ class Worker(Generic[_T]):
 
     @property
     def is_caller(self) -> bool:
-        """Whether this is called by its task."""
+        """Whether the caller runs in the thread of the task."""
         return self._thread is threading.current_thread()
 
     def begin(self, task: _T, work: Callable[[], object], called_off: Callable[[], object] = lambda: None) -> None:
-        """Begin a task once the previous one is over; ``work`` does it and raises nothing.
+        """Begin a task; call this only after the previous task is over.
 
-        ``called_off`` is called if the task is not begun. Raises RuntimeError if there is no room for a thread, or the
-        interpreter is about to end.
+        Args:
+            task: the new value of the attribute ``task``.
+            work: does the task; must not raise.
+            called_off: called if the task cannot begin.
+
+        Raises:
+            RuntimeError: the system cannot make a thread, or the interpreter is about to end.
         """
         over, may_begin = Latch(), SimpleQueue[bool]()
 
         def run() -> None:
             try:
-                if may_begin.get():  # training goes on first: it would wait 5 ms for the interpreter
+                if may_begin.get():  # wait, so that the caller continues first and does not wait 5 ms for the GIL
                     give_way()
                     work()
             finally:
@@ -191,16 +197,16 @@ class Worker(Generic[_T]):
         try:
             start(thread)
             self._over, self._thread, self.task, is_begun = over, thread, task, True
-        finally:  # where this was interrupted, the thread may be there all the same, and does nothing
+        finally:  # after an interrupt, the thread may exist, but then it does no work
             may_begin.put(is_begun)
             if not is_begun:
                 called_off()
 
     def wait(self, timeout_sec: float | None = None) -> bool:
-        """Wait until the task is over, and say whether it is; a forked child has none."""
+        """Wait until the task is over, and say whether it is; True in a forked child, where no task runs."""
         if os.getpid() != self._made_by:
             return True
-        # Not Thread.join alone: when that is interrupted, CPython marks the running thread as ended.
+        # Wait for the latch first, because CPython marks a running thread as ended if Thread.join is interrupted.
         if not self._over.wait(timeout_sec):
             return False
         if self._thread is not None:
@@ -212,9 +218,9 @@ class Worker(Generic[_T]):
 
 
 class InOrder:
-    """Work that threads do one after another, in the order of submission. Thread-safe.
+    """Does submitted work in threads, one piece after another, in the order of submission. Thread-safe.
 
-    The interpreter waits for it at its end.
+    The interpreter waits for all work before it ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -222,56 +228,57 @@ class InOrder:
         self._works: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have work done; it raises nothing."""
+        """Do work in a thread after all work submitted before; ``work`` must not raise."""
         self._works.put(work)
         start(threading.Thread(target=self.finish, name=self._name))
 
     def finish(self) -> None:
-        """Return once all work is done; this thread does what no other has begun."""
+        """Return once all submitted work is done; this thread does the work that no other thread has begun."""
         with self._turn:
             while not self._works.empty():
                 self._works.get()()
 
 
 def give_way() -> None:
-    """Lower the priority of this thread, and of those that it starts from now on."""
-    if sys.platform == "linux":  # where each thread has a niceness of its own
+    """Lower the priority of this thread and of all threads that it starts from now on."""
+    if sys.platform == "linux":  # on Linux, each thread has its own niceness
         thread = threading.get_native_id()
-        with suppress(OSError):  # a sandbox may refuse
+        with suppress(OSError):  # a sandbox may refuse the call
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
 def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> list[_R]:
-    """Return ``work`` of each item, in order, done by up to ``concurrency`` threads; with one, by this thread.
+    """Return ``work(item)`` for each item, in order, from up to ``concurrency`` threads; with one, from this thread.
 
-    After an error no further work begins, and running work is waited for; then the error of the first item is raised.
+    After an error, no further work begins. Once running work has ended, the function raises the error of the first item
+    that failed.
     """
     items = list(items)
     if min(concurrency, len(items)) <= 1:
         return [work(item) for item in items]
     crew = _Crew(work, items)
-    # Plain threads: an executor refuses work while the interpreter waits for a save at its end.
+    # Not an executor, because executors refuse work while the interpreter is ending and waits for a save.
     threads = [threading.Thread(target=crew.run, name=f"recckpt-{n}") for n in range(min(concurrency, len(items)))]
     starting: Starting | None = None
     try:
         starting = Starting(threads)
         starting.wait()
         crew.over.wait()
-    except BaseException:  # an interrupt, or no room for a thread
+    except BaseException:  # an interrupt, or the system cannot make a thread
         crew.stop()
         crew.over.wait()
         raise
     finally:
-        # Only now that their work is over: when Thread.join is interrupted, CPython marks a running thread as ended.
+        # Join only after their work is over, because CPython marks a running thread as ended if join is interrupted.
         for thread in starting.started if starting else ():
             thread.join()
     return crew.results()
 
 
 class _Crew(Generic[_T, _R]):
-    """Threads that take items one after another until all are taken, or one has failed.
+    """Work for several threads: each takes one item after another until no item is left or one has failed.
 
-    ``over`` happens once all items are done, or one has failed and nothing runs.
+    ``over`` is set once all items are done, or once an item has failed and no work is running.
     """
 
     def __init__(self, work: Callable[[_T], _R], items: list[_T]) -> None:
@@ -312,9 +319,9 @@ class _Crew(Generic[_T, _R]):
 
 
 def made_ahead(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> Iterator[_R]:
-    """Yield ``work`` of each item, in order; threads make up to two results each ahead.
+    """Yield ``work(item)`` for each item, in order; each thread computes up to two results in advance.
 
-    With one thread the caller does the work. If the caller stops early, no further work begins.
+    If ``concurrency`` is 1, the caller does the work. If the caller stops early, no further work begins.
     """
     if concurrency <= 1:
         yield from map(work, items)
@@ -345,11 +352,11 @@ def run_on(
     on_done: Callable[[_T], object],
     is_stopped: Callable[[], bool],
 ) -> list[_R]:
-    """Return ``work`` of each task, in order, done by the workers of an executor, or by the caller without one.
+    """Return ``work(task)`` for each task, in order, from the workers of an executor, or from this thread without one.
 
-    An error of recckpt or of the storage ends it. After any other, such as a lost worker, the task is done again, three
-    times at most. When this returns or raises, no task is running any more, as far as the executor knows. Raises
-    StoppedError if ``is_stopped`` says so.
+    The function raises the first error of recckpt or of the storage. After any other error, such as a lost worker, it
+    repeats the task, up to three times in all. Once the function returns or raises, no task is running as far as the
+    executor knows. Raises StoppedError if ``is_stopped()`` is True.
     """
     if executor is None:
         here = list[_R]()
@@ -361,7 +368,7 @@ def run_on(
         return here
     is_interrupted = Latch()
     by = partial(_run_on, executor, work, tasks, on_done, lambda: is_interrupted.is_set() or is_stopped())
-    return aside(by, is_interrupted.set)  # the locks of futures and executors are such as an interrupt may leak
+    return aside(by, is_interrupted.set)  # because an interrupt may leave locks of futures and executors locked
 
 
 def _run_on(
@@ -403,7 +410,8 @@ class _Block:
 
 class _Collector:
     def __init__(self) -> None:
-        self._lock, self._blocks = threading.Lock(), WeakSet[_Block]()  # which forget one that an interrupt has ended
+        # Weak, so that a block disappears even if an interrupt skips its end.
+        self._lock, self._blocks = threading.Lock(), WeakSet[_Block]()
         self._before: tuple[int, int, int] | None = None
         self._rare: tuple[int, int, int] | None = None
 
@@ -411,15 +419,15 @@ class _Collector:
     def rarely(self) -> Iterator[None]:
         """Let the garbage collector run at most once per 100,000 new objects until the end of the block.
 
-        A load of 10,000 tables makes a million objects, none of them garbage, and the collector walks over them again
-        and again:
-        that is a fifth of the load, and may double the pause of a save. It is not turned off: other threads may serve
-        or train during a load. A higher threshold stays, and so does a collector that is off. Blocks may overlap.
+        A load of 10,000 tables makes a million objects, none of them garbage, and the collector scans them repeatedly.
+        This takes a fifth of the time of the load, and may double the pause of a save. The collector is not turned off,
+        because other threads may serve or train during a load. If the threshold is higher already, or the collector is
+        off, nothing changes. Blocks may overlap.
         """
         block = _Block()
         try:
             with self._lock:
-                if not self._blocks and gc.get_threshold() != self._rare:  # which an interrupt may have left
+                if not self._blocks and gc.get_threshold() != self._rare:  # equal if an interrupt skipped the reset
                     first, second, third = self._before = gc.get_threshold()
                     self._rare = max(first, _NEW_OBJECTS) if first else 0, second, third
                     gc.set_threshold(*self._rare)
@@ -428,7 +436,7 @@ class _Collector:
         finally:
             with self._lock:
                 self._blocks.discard(block)
-                is_ours = gc.get_threshold() == self._rare  # else somebody has set it meanwhile
+                is_ours = gc.get_threshold() == self._rare  # else other code has changed the threshold
                 if not self._blocks and is_ours and self._before is not None:
                     gc.set_threshold(*self._before)
                     self._rare = None

@@ -121,5 +121,5 @@ def test_all_that_does_not_fit_is_named_before_anything_changes():
 def test_sums_of_another_number_of_shards_are_not_taken_for_those_of_another_optimizer():
     saved, live = of("a").state_dict(), of("a")
     saved["state"]["a"]["sum"] = torch.zeros(4)
-    with pytest.raises(StateMismatchError, match=r"one value a row for each shard of columns, .* 'exclude'"):
+    with pytest.raises(StateMismatchError, match=r"one value per row for each shard of columns: .* 'exclude'"):
         gathered(live, saved)

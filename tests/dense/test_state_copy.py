@@ -136,7 +136,7 @@ def test_what_could_not_be_loaded_back_is_refused_with_its_place():
     endless = []
     endless.append(endless)
     for value in (endless, copied(DenseBuffers(), endless)):
-        with pytest.raises(ValueError, match=r"sampler.*: it holds itself"):
+        with pytest.raises(ValueError, match=r"sampler.*: the value contains itself"):
             portable("sampler", value)
 
 

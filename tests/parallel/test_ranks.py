@@ -69,7 +69,7 @@ def ranks_beside(other):
 def test_alone_there_is_nobody_to_ask_and_several_shards_need_a_process_group():
     alone = RanksNow(1.0).of(0, 1)
     assert (alone.gather(3), alone.on_first(lambda: 4), this_rank()) == ([3], 4, (0, 1))
-    with pytest.raises(ValueError, match="call init_process_group on every rank"):
+    with pytest.raises(ValueError, match="first call init_process_group on every rank"):
         RanksNow(1.0).of(0, 2).gather(None)
     for shard, shards in ((1, 1), (-1, 1), (0, 0), (0, -2), (2, 2), (0.0, 1), (False, 1), ("0", 1)):
         with pytest.raises(ValueError, match="shard_id must be 0 to shard_num - 1, found"):
@@ -158,7 +158,7 @@ def test_ranks_that_are_in_different_calls_are_told_which_and_why_that_may_be(tm
     with pytest.raises(
         OtherCallError,
         match=r"rank 1 is in save\(\) \(.*\), and rank 0 in step\(\) \(autosave.*\): ranks have taken "
-        r"different numbers of steps; let all make the same calls, in a loop that ends for all at the same step",
+        r"different numbers of steps; make the same calls on all ranks, and end the loop at the same step on all",
     ):
         on_ranks(2, work)
     assert checkpoints(tmp_path / "run") == []
