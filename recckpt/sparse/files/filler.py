@@ -94,8 +94,8 @@ def unpacked(data: Bytes) -> Iterator[BatchRows]:
 def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
     """Regroup the sums of row-wise Adagrad, means of squares over columns, into other ranges of columns.
 
-    A whole row gets the mean of its parts weighted by their widths, which is what it would have summed itself. Each
-    range gets the value of the whole row. ``values`` has shape (rows, ranges), or (rows,) for whole rows.
+    The sum of a whole row is the mean of the sums of its ranges, weighted by their widths. Each new range gets the sum
+    of the whole row. ``values`` has shape (rows, ranges), or (rows,) for whole rows.
     """
     if before == after:
         return values
@@ -106,7 +106,7 @@ def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
 
 
 class LinkRows:
-    """Tells which ids of one link the links before, which are newer, did not have. Not thread-safe."""
+    """Finds the ids of one link that no newer link has; newer links are read before older ones. Not thread-safe."""
 
     def __init__(self, table: str, n_known: int) -> None:
         self._table, self._n_rows = table, n_known

@@ -131,7 +131,7 @@ class RowsInParts(ABC):
 
     @abstractmethod
     def since(self, changed: Callable[[], npt.NDArray[np.uint8]]) -> TableSource:
-        """Return the rows changed on any rank that has parts of them; ``changed`` gives a bit a row."""
+        """Return the rows that changed on any rank that has parts of them; ``changed`` has one bit per row."""
 
     @abstractmethod
     def share_of(self, n_changed: int) -> int:

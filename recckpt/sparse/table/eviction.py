@@ -72,7 +72,7 @@ class Now(NamedTuple):
 
 @dataclass
 class TableTime:
-    """What was last said of training progress: the steps made, and the time that counts as now; None if nothing."""
+    """The step and the event time that the table was last given; None for each that it was not given."""
 
     step: int | None = None
     event_time: float | None = None
@@ -204,7 +204,7 @@ def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any,
         if missing:
             remedy = f"add track={tracks} where the table is made" if tracks else "declare it with add_slot"
             raise ValueError(
-                f"table {table!r}: {policy} goes by {sorted(missing)}, found the slots {sorted(slots)}: {remedy}"
+                f"table {table!r}: {policy} needs {sorted(missing)}, found the slots {sorted(slots)}: {remedy}"
             )
     budget = None if budget_ms is None else positive_number(f"table {table!r}: budget_ms", budget_ms)
     every = count_of(f"table {table!r}: evict_every", every)
@@ -322,7 +322,7 @@ class Eviction:
         if self._on_evict is not None and n_evicted:
             try:
                 self._on_evict(table.name, torch.from_numpy(ids))
-            except Exception:  # the other ranks, which have agreed on what goes, do not know of it
+            except Exception:  # logged, because the rows are evicted on all ranks and the other ranks do not fail
                 log.exception(
                     "table %r: evicted %d rows, but on_evict=%r failed", table.name, n_evicted, self._on_evict
                 )
@@ -341,7 +341,7 @@ def eviction_of(
             "all rows are looked at, such as evict_every=1000"
         )
     if not policies and (every is not None or budget_ms is not None):
-        raise ValueError(f"table {table.name!r}: found evict_every or budget_ms and nothing in evict to go by them")
+        raise ValueError(f"table {table.name!r}: evict_every or budget_ms is set, but evict has no policy that uses it")
     if not policies:
         return Eviction(table_time, on_evict=on_evict)
     plan = plan_of(table.name, policies, set(table.store.columns), every=every, budget_ms=budget_ms)

@@ -1,4 +1,4 @@
-"""Which rows have changed since the base of a saver: one bit a row, which the store sets before the row changes."""
+"""Which rows have changed since the base of a saver: one bit per row, set by the store before it changes the row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FrozenRows(ABC):
     erased: Sequence[Int64s] = ()
 
     def is_replaced(self, base: str) -> bool:
-        """Say whether a delta on this checkpoint must hold all rows, since marks do not reach back to it."""
+        """Say whether a delta on this checkpoint must hold all rows, because the marks do not begin at it."""
         return self.base != base
 
     @property
@@ -60,7 +60,7 @@ class FrozenRows(ABC):
 
     @abstractmethod
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit a row, 1 if it has changed since this base, in whole words. All rows stay protected."""
+        """Return one bit per row, 1 if the row changed since this base, in whole words; all rows stay protected."""
 
     def check_base(self, base: str) -> None:
         """Raise RuntimeError if changes since this base are not known."""
@@ -75,13 +75,13 @@ class FrozenRows(ABC):
 
 
 class SaverMarks(ABC):
-    """What one saver knows of the changes in one store."""
+    """The changes in one store that one saver tracks."""
 
     store: weakref.ref[Store]
 
     @abstractmethod
     def begin(self, base: str) -> None:
-        """Start marking; the rows are exactly those of the checkpoint with this save id."""
+        """Start marking; the store's rows now equal the rows of the checkpoint with this save id."""
 
     def is_unchanged(self, base: str) -> bool:
         """Say whether nothing has changed since this base. False may be wrong, True never is."""
@@ -91,9 +91,9 @@ class SaverMarks(ABC):
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows as they are now, and which have changed.
+        """Return the rows at this moment, and which rows have changed since the base.
 
-        With ``keeps_marks``, for near saves, base and marks stay as they are however the save ends (rule
+        With ``keeps_marks``, for near saves, the base and the marks do not change, however the save ends (rule
         *keeps_marks*).
         """
 

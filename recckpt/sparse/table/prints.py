@@ -40,10 +40,10 @@ _TORCH_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def fingerprints(rows: Snapshot, first: int = 0, last: int | None = None) -> Prints:
-    """Return the prints of the rows [first, last) of a snapshot, by default of all. Thread-safe.
+    """Return one fingerprint per row in [first, last) of a snapshot; by default of all rows. Thread-safe.
 
-    No row may have been read for the last time. Rows are read in place; those copied aside meanwhile are read once
-    more.
+    Call this before any row is read for the last time. Rows are read in place; rows that are copied aside meanwhile are
+    read again from the copy.
     """
     last = rows.n_rows if last is None else last
     prints = np.empty(last - first, np.uint64)
@@ -105,7 +105,7 @@ def _word_bytes(row_bytes: int) -> int:
 
 @torch.no_grad()
 def prints_on_device(rows: Snapshot, images: PreImages, begin: int, end: int) -> npt.NDArray[np.uint64]:
-    """Return the prints of the rows [begin, end); the bytes were read before this returns."""
+    """Return a fingerprint of each row in [begin, end); all bytes of the rows are read before this returns."""
     prints = torch.zeros(end - begin, dtype=torch.int64)
     for spec in rows.slots:
         done, mixed = 0, []
@@ -144,11 +144,11 @@ class _Base(NamedTuple):
     save_id: str
     slots: tuple[SlotSpec, ...]
     prints: Prints
-    share: float  # of rows that differed from the base before; 0 if unknown
+    share: float  # share of rows that differed from the previous base; 0 if unknown
 
 
 class PrintMarks(SaverMarks):
-    """Prints of the rows of one store in the base of one saver: 8 bytes a row, 16 during a save."""
+    """Fingerprints of the rows of one store at the base of one saver; takes 8 bytes per row, 16 during a save."""
 
     def __init__(self, store: Store) -> None:
         self.store = weakref.ref(store)
@@ -164,7 +164,7 @@ class PrintMarks(SaverMarks):
             rows.close()
 
     def resume(self, base: str, changed: npt.NDArray[np.int64], deleted: npt.NDArray[np.int64]) -> bool:
-        """Start from a base: rows changed since get wrong prints on purpose, so the next save finds them."""
+        """Start from a base. Rows changed since get wrong fingerprints, so that the next save finds them changed."""
         store = self.store()
         if store is None or len(deleted):
             return False
@@ -185,7 +185,7 @@ class PrintMarks(SaverMarks):
 
 
 class PrintedRows(SnapshotOver):
-    """A snapshot that takes prints of ``some`` rows, and has them checked, before rows are read last. Thread-safe."""
+    """A snapshot that computes and checks fingerprints of ``some`` rows before any row is released. Thread-safe."""
 
     def __init__(
         self,
@@ -223,11 +223,11 @@ class FrozenPrints(FrozenRows):
 
     @property
     def n_changed(self) -> int:
-        """An estimate from the share that had changed in the save before: all rows would have to be read to know."""
+        """An estimate from the share of changed rows in the last save, because an exact number needs all rows read."""
         return self.snapshot.n_rows if self._then is None else round(self._then.share * self.snapshot.n_rows)
 
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit a row, 1 if its print differs; reads all rows, once."""
+        """Return one bit per row, 1 if its fingerprint differs from the base; the first call reads all rows."""
         self.check_base(base)
         with self._lock:
             if self._bits is None:
@@ -237,7 +237,7 @@ class FrozenPrints(FrozenRows):
             return self._bits
 
     def committed(self, save_id: str) -> None:
-        """Make this checkpoint the base; if no row was read there are no prints, and no base."""
+        """Make this checkpoint the base; if no row was read, there are no fingerprints, so the base is unknown."""
         prints, before = self.snapshot.known_prints, self._then
         share = 0.0 if prints is None or before is None or not len(prints) else float(np.mean(prints != before.prints))
         self._committed(None if prints is None else _Base(save_id, self.snapshot.slots, prints, share))

@@ -25,7 +25,7 @@ _SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # memory of logs kept for t
 
 
 class MarkSet:
-    """The changes since one moment: a bit a row, and the erased ids; or everything."""
+    """The changes since one moment: one bit per row, and the erased ids; or the fact that all rows were replaced."""
 
     def __init__(self, *, is_replaced: bool) -> None:
         self.is_replaced = is_replaced

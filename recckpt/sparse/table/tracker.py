@@ -39,10 +39,10 @@ Bytes = npt.NDArray[np.uint8]
 log = logging.getLogger("recckpt")
 _NAMED = 5  # ids in a message
 _WARNING = (
-    "table %r: found %s rows that changed and were not marked, such as %s: something writes them that no hook sees, as "
-    "weight.data[i] = x does. Deltas before this save may lack them; it and the next save hold all rows, and from then "
-    "on fingerprints find what changes, while training waits for a copy of the rows. Write to the weight itself, under "
-    "torch.no_grad(), or give live_tables what writes to it, or marks='fingerprints'"
+    "table %r: found %s rows that changed and were not marked, such as %s: code writes these rows where no hook sees "
+    "it, such as weight.data[i] = x. Deltas before this save may lack these changes. This save and the next hold all "
+    "rows; later saves find changes by fingerprints, for which training waits until the rows are copied. Write to the "
+    "weight itself, under torch.no_grad(), or give live_tables what writes to it, or marks='fingerprints'"
 )
 # A save looks at this part of the rows of a table, but at no more than so many bytes, and so many rows for each that it
 # writes: about 3 % of the processor time of a delta.
@@ -52,15 +52,15 @@ Freeze = Callable[[StoredTable, Collection[str] | None], FrozenRows]
 
 
 class _Then(NamedTuple):
-    """The print of each row at the last save that looked at it, and which rows were marked since.
+    """The fingerprint of each row at the last save that computed it, and the rows that were marked since.
 
-    Four bytes of a print suffice: it need not name each row, only notice that there are some.
+    Four bytes per fingerprint suffice, because the check need only notice that some rows changed without a mark.
     """
 
     slots: tuple[SlotSpec, ...]
     prints: npt.NDArray[np.uint32]
-    marked: Bytes  # a bit a row, in whole words of 8 bytes
-    next_row: int  # to look at
+    marked: Bytes  # one bit per row, in whole words of 8 bytes
+    next_row: int  # index of the next row to check
 
     def share(self, n_changed: int) -> tuple[int, int]:
         n_rows, row_bytes = len(self.prints), sum(spec.row_bytes for spec in self.slots)
@@ -72,9 +72,10 @@ class _Then(NamedTuple):
 class AuditedMarks(SaverMarks):
     """Marks of one store for one saver; each save compares some of them with fingerprints.
 
-    Marks that have missed a row are not trusted any more: from then on fingerprints find the changes. The save that
-    finds it holds all rows, and so does the next one, since the unseen writer may have written while it read. If
-    ``every`` is not 0, the save that finds it fails instead, and every ``every``-th save looks at all rows.
+    If a row changed without a mark, marks are no longer used, and fingerprints find the changes. The save that finds
+    such a row holds all rows. The next save does too, because the unseen writer may have written while the rows were
+    read. If ``every`` is not 0, the save that finds such a row fails instead, and every ``every``-th save checks all
+    rows.
     """
 
     def __init__(self, store: Store, every: int) -> None:
@@ -99,7 +100,7 @@ class AuditedMarks(SaverMarks):
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows as they are now. A near save compares nothing; the next save has the same marks."""
+        """Return the rows at this moment. A near save compares no fingerprints and leaves the marks unchanged."""
         frozen = self._marks.freeze(store, name, slots, keeps_marks=keeps_marks)
         if keeps_marks or not isinstance(frozen, Frozen):
             return frozen
@@ -130,11 +131,11 @@ class AuditedMarks(SaverMarks):
 
 
 class AuditedFrozen(FrozenRows):
-    """Rows frozen with marks; while they are read, some marks are compared with fingerprints.
+    """Frozen rows with marks; while the rows are read, some marks are compared with fingerprints.
 
-    ``then`` are the fingerprints at the commit before, if known; ``committed`` gets those before and after this save,
-    ``distrust`` is called if a row was missed. ``is_whole`` looks at all rows, ``is_strict`` fails the save for a
-    missed one.
+    ``then`` has the fingerprints at the previous commit, if known. ``committed`` is called with the fingerprints before
+    and after this save, ``distrust`` if a row changed without a mark. With ``is_whole`` all rows are checked; with
+    ``is_strict`` the save fails if a row changed without a mark.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class AuditedFrozen(FrozenRows):
         return self._frozen.n_changed
 
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit a row, 1 if it is marked; all bits are 1 if a row was missed."""
+        """Return one bit per row, 1 if the row is marked; all bits are 1 if a row changed without a mark."""
         self.check_base(base)
         _ = self.snapshot.prints  # before rows other than those that changed are released
         bits = self._frozen.bits
@@ -209,7 +210,7 @@ def _then(slots: tuple[SlotSpec, ...], prints: npt.NDArray[np.uint64]) -> _Then:
 
 
 class Tracker:
-    """Marks of the tables of one saver; savers know nothing of each other."""
+    """Tracks changes of all tables for one saver; the trackers of several savers are independent."""
 
     def __init__(self) -> None:
         self._marks: dict[str, SaverMarks] = {}
@@ -220,9 +221,9 @@ class Tracker:
     def freeze(
         self, table: StoredTable, slots: Collection[str] | None = None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows as they are now with some slots or all, and which have changed.
+        """Return the rows at this moment, with some slots or all, and which rows have changed since the base.
 
-        With ``keeps_marks``, for near saves, base and marks stay as they are however the save ends.
+        With ``keeps_marks``, for near saves, the base and the marks do not change, however the save ends.
         """
         return self._of(table).freeze(table.store, table.name, slots, keeps_marks=keeps_marks)
 

@@ -615,11 +615,11 @@ def test_a_policy_of_the_users_own_looks_at_any_slot():
 @pytest.mark.parametrize(
     ("policy", "track", "remedy"),
     [
-        (Unseen(steps=5), (), r"goes by \['last_step'\], .* add track=\('step',\)"),
+        (Unseen(steps=5), (), r"needs \['last_step'\], .* add track=\('step',\)"),
         (UnseenFor(days=5), ("step",), r"add track=\('time',\)"),
         (LowCount(5) & Unseen(steps=3), ("time",), r"add track=\('count', 'step'\)"),
         (Capacity(5), "count", r"add track=\('step',\)"),
-        (OfTheirOwn(), "step", r"goes by \['price'\], .* declare it with add_slot"),
+        (OfTheirOwn(), "step", r"needs \['price'\], .* declare it with add_slot"),
     ],
 )
 def test_policies_by_what_is_not_tracked_are_refused(policy, track, remedy):
@@ -636,8 +636,8 @@ def test_policies_by_what_is_not_tracked_are_refused(policy, track, remedy):
         ({"evict": "LowCount", "evict_every": 1}, r"expected policies .* found \['LowCount'\]"),
         ({"evict": LowCount, "evict_every": 1}, "expected policies"),
         ({"evict": LowCount(2)}, "no evict_every: give the number of steps"),
-        ({"evict_every": 10}, "nothing in evict"),
-        ({"budget_ms": 10}, "nothing in evict"),
+        ({"evict_every": 10}, "evict has no policy that uses it"),
+        ({"budget_ms": 10}, "evict has no policy that uses it"),
         ({"evict": LowCount(2), "evict_every": 0}, "evict_every must be an int of at least 1, found 0"),
         ({"evict": LowCount(2), "evict_every": 1.5}, "evict_every must be an int"),
         ({"evict": LowCount(2), "evict_every": True}, "evict_every must be an int"),
