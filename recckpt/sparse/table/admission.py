@@ -1,4 +1,4 @@
-"""Which ids of a look-up get rows, by a policy, and the counts of those that have none yet."""
+"""Decides by a policy which ids of a look-up get rows, and counts the ids that have no row yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recckpt.sparse.table.row_store import RowStore
 from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]
-# Embeddings of ids, and where among them those are that have rows, which alone get gradients; None for all.
+# (Embeddings of ids, indices of the ids that have rows or None for all); only ids with rows get gradients.
 Fetched = tuple[Tensor, Int64s | None]
 MakeTable = Callable[[int, torch.dtype, str], TableModule]
 _INVERSE_1, _INVERSE_2 = (
@@ -38,7 +38,7 @@ FetchRows = Callable[[Int64s, Int64s], Tensor]
 
 
 class Candidates:
-    """Counts of ids that wait for a row, one row an id. The caller holds the lock of the table to be filled."""
+    """Counts of ids that wait for a row, one row per id. Callers hold the lock of the embedding table."""
 
     def __init__(self, make: MakeTable) -> None:
         self.table = make(1, torch.int64, "candidates")
@@ -64,10 +64,10 @@ class Candidates:
 
 
 class BloomCandidates(Candidates):
-    """Counts in blocks of cells that ids share by their hashes; one row for each block that counts anything.
+    """A table of counts in blocks of cells; ids share cells by hash. There is one row per block that has a count.
 
-    A row's id is in the bucket of the ids that it counts, so both are always on one rank. The name of the table holds
-    the geometry, so a load never mixes counts of two geometries.
+    The id of a block is in the same bucket as the ids that the block counts, so the same rank owns all of them. The
+    name of the table includes the geometry, so a load never mixes counts of two geometries.
     """
 
     def __init__(self, make: MakeTable, bloom: Bloom) -> None:
@@ -156,8 +156,8 @@ def _least(ids: Any, at: Any, n_hashes: int, blocks: Any, least: Any) -> None:
 class Admission:
     """A policy for which ids get rows, and counts of the ids that wait, if the policy needs them.
 
-    It remembers which ids the last look-ups refused, since a later look-up of the same forward run may admit them. The
-    recomputation of an earlier look-up (``torch.utils.checkpoint``) must train the rows that the first run trained.
+    The object remembers which ids the last look-ups refused, because ``torch.utils.checkpoint`` repeats look-ups. A
+    repeated look-up must train the same rows as the first, although a look-up in between may have admitted more ids.
     """
 
     def __init__(self, policy: Admit, table_time: TableTime, make: MakeTable) -> None:
@@ -171,8 +171,8 @@ class Admission:
     def fetch(self, table: TableModule, ids: Int64s, occurrences: Int64s, fetch_rows: FetchRows) -> Fetched:
         """Return the embeddings of ids. Admitted ids get a row; the others read the values that a row would start with.
 
-        ``fetch_rows`` gives the ids rows and returns their embeddings. First the rows change, then the counts, each as
-        a whole or not at all.
+        ``fetch_rows`` inserts rows for ids and returns their embeddings. The rows change first, then the counts; an
+        exception leaves each of the two either fully changed or unchanged.
         """
         with table.store.lock:
             absent = np.flatnonzero(table.store.find(ids) < 0)

@@ -1,4 +1,4 @@
-"""What is let in at the door of a table: shapes, dtypes and ids that fit, and no tracer or transform of torch."""
+"""Checks the arguments of tables: shapes, dtypes and ids; refuses tracers and transforms of torch."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
 
 
 def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Callable[[Tensor], Tensor]) -> torch.device:
-    """Return the device to which ``fn``, given to ``Module._apply``, moves tensors; refuse all other changes."""
+    """Return the device to which ``fn``, an argument of ``Module._apply``, moves tensors; refuse other changes."""
     probe = torch.full((4,), next(_PROBES) % 100 + 1, dtype=dtype, device=device)  # unlike the last one
     moved = fn(probe)
     if moved.dtype != dtype:

@@ -1,4 +1,4 @@
-"""Gradients of a table: which ids a backward pass reached, and with what; and look-ups in torch's graph."""
+"""The gradients of a table by id, as backward passes give them; and look-ups as nodes of torch's graph."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_reached(node: Any) -> bool:
 
 
 class Lookup(torch.autograd.Function):
-    """Reads embeddings by ``read``; the backward pass gives the gradients of ids that have rows to ``give``."""
+    """Calls ``read`` for embeddings; the backward pass calls ``give`` with the gradients of ids that have rows."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, read: Read, give: Give, ids: Int64s) -> Tensor:
@@ -116,10 +116,10 @@ class RowGradients:
 
 
 class Gradients:
-    """Gradients since the optimizer last used them, one entry a backward pass. Thread-safe.
+    """Gradients since the optimizer last used them, one entry per backward pass. Thread-safe.
 
-    Entries keep ids, not rows, since rows may be renumbered before the step. Unused entries are merged by id from time
-    to time, so together they need no more memory than the embeddings do in float32.
+    Entries hold ids, not row indices, because rows may be renumbered before the step. Unused entries are merged by id
+    from time to time, so that all entries need no more memory than the embeddings in float32.
 
     Attributes:
         keeps_squares: whether sums of squares survive merging, for an optimizer that needs them.
@@ -132,7 +132,7 @@ class Gradients:
         self._lock = threading.RLock()
 
     def add(self, ids: Int64s, grads: Tensor, store: RowStore) -> None:
-        # Summed now and not when used: the memory of ``grads`` is autograd's, which may reuse it.
+        # Sum now, not at the step, because autograd may reuse the memory of ``grads``.
         entry = _Entry(*_sum_by_id(ids, grads), store.rows.era)
         with self._lock:
             waiting = self._pending(store)

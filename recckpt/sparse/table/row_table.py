@@ -1,4 +1,4 @@
-"""A table as a map from ids to rows: what users read and change, without training."""
+"""A table as a map from ids to rows: the methods that read and change rows without training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class NotesInserts(Protocol):
-    """Wants to know which ids ``insert`` adds; training adds others."""
+    """An object that a table notifies of the ids that ``insert`` adds; ids that training adds are not reported."""
 
     def note_inserted(self, ids: Int64s) -> None:
         """Note ids that ``insert`` adds."""
@@ -77,11 +77,11 @@ class RowTable(TableModule):
     """A table whose rows are read and changed by id.
 
     Attributes:
-        tracking: what look-ups in training leave in the rows.
-        eviction: which rows go as the table trains, and how far that is done.
-        admission: makes ids wait for their rows; None if all ids get rows.
-        companions: tables made of this one's rows, beside it in state dicts and checkpoints.
-        followers: get the ids that ``insert`` adds; a copy of the table has none.
+        tracking: writes counts and times of training look-ups to slots of the rows.
+        eviction: evicts rows during training.
+        admission: decides when an id gets a row; None if all ids get rows immediately.
+        companions: tables derived from this table, such as averages; state dicts and checkpoints include them.
+        followers: objects that are notified of ids that ``insert`` adds; a copy of the table has no followers.
     """
 
     admission: Admission | None = None
@@ -141,9 +141,9 @@ class RowTable(TableModule):
 
     @property
     def event_time(self) -> float | None:
-        """The time that counts as now, in seconds since 1970: the last one given to the manager; None for the clock.
+        """The present event time in seconds since 1970, as last given to the manager; None to use the clock.
 
-        When it is first set, rows that the clock has dated get this time.
+        When the event time is first set, rows with times of the clock get this time.
         """
         return self.time.event_time
 
@@ -335,7 +335,7 @@ class RowTable(TableModule):
 
     @contextmanager
     def _showing(self, store: RowStore) -> Iterator[None]:
-        """Read, save and copy another store's rows, untrained, in place of the own ones; no row moves."""
+        """Inside ``with``, read, save and copy the rows of another store instead of the table's; no row is copied."""
         own = {name: getattr(self, name) for name in ("store", "trained_by", "tracking")}
         self.store, self.trained_by, self.tracking = store, object(), Tracking((), self.time)
         self.is_trained, self._is_showing = False, True
@@ -357,8 +357,8 @@ class RowTable(TableModule):
     def _refuse_untrained(self, what: str) -> None:
         if not self.is_trained:
             raise ValueError(
-                f"table {self.name!r} is an average, or holds counts, and {what}: do that to the table that it "
-                "belongs to"
+                f"table {self.name!r} is an average, or holds counts, and {what}: do that to the table whose rows it "
+                "averages or counts"
             )
 
     def _check_spec(self, spec: SlotSpec) -> None:
