@@ -26,17 +26,17 @@ PACKAGE = str(parsed.ROOT)
 # 32 functions; a plain save, load, restore and step enter none of them. Metrics in reports and in SQL, metadata of a
 # run, runs that ended, dense tensors in narrow dtypes, and which recckpt reads a file: 240 lines and 25 functions. The
 # golden files took 800 lines of tests, what others wrote 1,000. Shards of Hugging Face, saves on exceptions, ids that
-# were evicted and keys of registered objects: 390 lines and 22 functions, and 1,000 lines of tests; the benchmark 190.
+# were evicted and keys of registered objects, within limits: 580 lines, 34 functions, 1,350 of tests with the benchmark's.
 HOUSE = {  # figure -> limit, goal
-    "lines": (62_515, 56_000),
-    "code lines": (44_580, 40_500),
+    "lines": (62_936, 56_000),
+    "code lines": (44_800, 40_500),
     "files": (302, 290),
-    "classes": (717, 550),
+    "classes": (723, 550),
     "dataclasses": (269, 230),
-    "functions": (4_698, 3_850),
-    "functions that are one return": (860, 650),
-    "lines of tests": (94_576, 70_000),
-    "test functions": (3_766, 3_200),
+    "functions": (4_708, 3_850),
+    "functions that are one return": (859, 650),
+    "lines of tests": (94_788, 70_000),
+    "test functions": (3_776, 3_200),
     "names on top": (14, 14),
     "arguments of Saver": (12, 12),
     "arguments of CheckpointManager": (10, 10),
@@ -44,8 +44,8 @@ HOUSE = {  # figure -> limit, goal
 ENTERED = {  # way -> named functions and files: limit, goal
     "a training step": ((94, 80), (18, 18)),
     "a save": ((514, 430), (73, 60)),
-    "a load": ((633, 520), (78, 70)),
-    "a restore": ((684, 580), (87, 80)),
+    "a load": ((634, 520), (78, 70)),
+    "a restore": ((685, 580), (87, 80)),
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 

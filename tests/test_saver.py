@@ -648,7 +648,7 @@ def test_an_optimizer_of_tables_is_not_registered_but_given_to_the_saver(tmp_pat
     saver = Saver(nn.ModuleDict({"t": table}), SparseAdagrad([table]), str(tmp_path))
     with pytest.raises(ValueError, match=r"'own' is an optimizer of tables, which the saver has.*do not register it"):
         saver.register_for_checkpointing("own", saver.sparse_optim)
-    with pytest.raises(ValueError, match=r"'other' is an optimizer of tables.*give it to Saver\(model, sparse_optim\)"):
+    with pytest.raises(ValueError, match=r"'other' is an optimizer of tables.*pass it to Saver\(model, sparse_optim\)"):
         saver.register_for_checkpointing("other", SparseAdagrad([table]))
     with pytest.raises(ValueError, match=r"'both' is a JointOptimizer.*register that of the dense parameters"):
         saver.register_for_checkpointing("both", JointOptimizer(saver.sparse_optim))

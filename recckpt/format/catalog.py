@@ -63,7 +63,7 @@ class Part(JsonRecord, frozen=True, dict=True):
         return np.array([batch.rows for batch in self.batches], np.int64)
 
     def batch_ends(self, widths: tuple[int, ...], head_bytes: int) -> npt.NDArray[np.int64]:
-        """Return the end offset of each batch in the file: a head, and columns of these widths, padded to words."""
+        """Return the offset where each batch ends: its head, then columns of these widths, each padded to words."""
         key = widths, head_bytes
         if key not in self._batch_ends:  # of all readers of the part: each table has its own
             bodies = sum(-(-width * self.rows // 8) * 8 for width in widths)

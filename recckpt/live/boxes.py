@@ -143,7 +143,7 @@ def _problem_of_rows(parts: Sequence[RankPart]) -> str | None:
 
 
 def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
-    """Return the problem of the columns: missing, repeated, or divided differently from other rows; None if fine."""
+    """Return what is wrong with the columns (missing, repeated, or split differently for some rows), or None."""
     by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for part in parts:
         if part.has_rows and part.columns is not None:

@@ -99,7 +99,12 @@ def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy) -> list[C
         except (RecckptError, OSError, ValueError) as error:
             log.warning("%s/%s could not be adopted: %s", storage.url, offer.directory, error)
             continue
-        log.info("%s/%s is adopted: %r needs no other now", storage.url, offer.directory, offer.record.ckpt_id)
+        log.info(
+            "%s/%s is adopted: %r is read without older checkpoints now",
+            storage.url,
+            offer.directory,
+            offer.record.ckpt_id,
+        )
         adopted.append(next(c for c in fence.listing.committed if c.directory == offer.directory))
     return adopted
 

@@ -247,7 +247,7 @@ def test_another_kind_of_state_is_refused_and_nothing_changes(tmp_path):
 def test_an_optimizer_of_tables_is_given_to_the_saver_and_not_registered(tmp_path):
     table = HashTable(2, name="t")
     optimizer = SparseAdam([table])
-    with pytest.raises(ValueError, match=r"'opt' is an optimizer of tables, .* give it to Saver"):
+    with pytest.raises(ValueError, match=r"'opt' is an optimizer of tables, .* pass it to Saver"):
         saver_of(tmp_path, table, optimizer)
     saver = Saver(nn.ModuleDict({"t": table}), optimizer, output_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"'opt' is an optimizer of tables, which the saver has"):

@@ -215,5 +215,7 @@ def test_ranks_that_end_the_same_save_together(tmp_path):
 def test_ranks_that_end_different_things_save_nothing(tmp_path):
     first, second = ranks_that_end(tmp_path, "window", "epoch")
     assert first == second
-    assert "failed on rank 1: it has counted 0 windows and 1 epoch, rank 0 1 window and 0 epochs: all count" in first
+    assert (
+        "failed on rank 1: it has counted 0 windows and 1 epoch, rank 0 1 window and 0 epochs: all ranks must" in first
+    )
     assert checkpoints(tmp_path / "run") == []

@@ -113,9 +113,9 @@ class LinkRows:
         self._met = np.zeros(n_known, np.uint8)  # whether an id of newer links was in this one, too
 
     def new(self, ids: Int64s, rows: Int64s, n_new: int, path: str) -> Int64s:
-        """Return the positions of the new ids; CorruptCheckpointError if an id comes twice in the link.
+        """Return the positions in ``ids`` of the new ids; CorruptCheckpointError if this link has an id twice.
 
-        ``rows`` are their rows in the index now, -1 if absent; ``n_new`` of them are new, and are its last ones.
+        ``rows`` has the row of each id in the index, -1 if there is none. The last ``n_new`` rows of the index are new.
         """
         before, self._n_rows = self._n_rows, self._n_rows + n_new
         if n_new == len(ids):

@@ -130,7 +130,7 @@ def _cut(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int) 
 
 
 def _cut_one(table: str, up_to: Int64s, limits: Int64s, begin: int, end: int) -> Iterator[BucketRange | None]:
-    """Cut a table at the bucket borders nearest to each limit, in bytes from ``begin``."""
+    """Cut a table at the bucket border nearest to each limit, a number of bytes from ``begin``; yield None if empty."""
     up_to = np.concatenate([[0], up_to[begin:end] - _before(up_to, begin)])
     after = np.searchsorted(up_to, limits)  # the first border with at least as many bytes before it
     borders = np.where((after > 0) & (limits - up_to[after - 1] < up_to[after] - limits), after - 1, after)
@@ -256,9 +256,9 @@ class PartWriter:
 class _FrameSink(SinkFile):
     """The file that Arrow writes to; hashes all bytes that no column checksum covers.
 
-    Arrow makes the frame and never reads a value, so it gets memory that nobody touches. Where it writes that, the
-    values are fetched, hashed and written piece by piece while they are in the cache. Small pieces of the frame are
-    written together, since each write costs as much as the rows of a small delta.
+    Arrow lays out the frame without reading the values, so it gets placeholder memory. When it writes a placeholder,
+    the real values are fetched, hashed and written instead, in pieces small enough for the cache. Small pieces of the
+    frame are written together, because each write costs as much as the rows of a small delta.
     """
 
     def __init__(self, sink: Sink) -> None:

@@ -145,7 +145,7 @@ class RowsInParts(ABC):
 
 @dataclass(frozen=True)
 class StillTable:
-    """A table that does not change while it is read; or ids without slots, of a table of ``n_all`` rows."""
+    """A table that does not change while it is read, or only ids, without slots, of a table of ``n_all`` rows."""
 
     name: str
     n_rows: int

@@ -185,7 +185,9 @@ class LoadTarget:
         """Refuse rows that a read-only table does not have."""
 
     def write_present(self, ids: Int64s, values: Values) -> int:
-        raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: its slots load with its rows only")
+        raise TypeError(
+            f"table {self.table.name!r} is not a recckpt HashTable: its slots cannot be loaded without its rows"
+        )
 
     def erase(self, ids: Int64s) -> None:
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: it is loaded as a whole")

@@ -179,7 +179,7 @@ class SparseOptimizer(Optimizer):
         return dict(self._tables)
 
     def trains(self, table: HashTable) -> bool:
-        """Say whether the gradients of a table go to this optimizer: it is the last one made for the table."""
+        """Say whether this optimizer gets the gradients of a table, as the last one made for the table does."""
         return table.trained_by is self._mark
 
     def add_param_group(self, param_group: Group) -> None:

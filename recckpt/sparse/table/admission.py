@@ -244,5 +244,5 @@ class Admission:
         mask = self.policy.admits(ids, counts, step or 0)
         if not isinstance(mask, np.ndarray) or mask.shape != ids.shape or mask.dtype != bool:
             answer = f"{mask.dtype} {mask.shape}" if isinstance(mask, np.ndarray) else type(mask).__name__
-            raise ValueError(f"table {table!r}: admit returned {answer}, expected {len(ids)} bools, one an id")
+            raise ValueError(f"table {table!r}: admit returned {answer}, expected {len(ids)} bools, one for each id")
         return mask

@@ -209,10 +209,10 @@ class RowStore(Store):
             return RowStore(device, self.rows.to(device))
 
     def resized(self, dim: int, first_embeddings: Callable[[Int64s, SlotSpec], Tensor]) -> RowStore:
-        """Return a copy with another last dimension of embeddings and of slots of their shape. Call it under the lock.
+        """Return a copy whose embeddings, and slots of the same shape, have ``dim`` as last dimension; under the lock.
 
         Longer rows are cut. New columns of embeddings come from ``first_embeddings``, those of slots hold the initial
-        value. Waiting gradients belong to the old rows.
+        value. Gradients that wait to be applied are not copied.
         """
         rows, columns = self.rows, {}
         shape = rows.columns[EMBEDDING].spec.shape
