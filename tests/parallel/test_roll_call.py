@@ -125,6 +125,6 @@ def test_a_store_that_fails_or_is_silent_stands_for_the_rank_that_holds_it():
     for store in (BrokenStore(), StoppedStore()):
         error = take(RollCall(store, 1, 3, timeout_sec=0.01))
         assert error.ranks == (0,)
-        assert "the store by which ranks find each other" in str(error)
+        assert "the store of the process group, usually in rank 0, does not answer either" in str(error)
         if isinstance(store, StoppedStore):
             store.over.set()

@@ -228,7 +228,7 @@ def test_a_line_that_breaks_in_the_middle_is_said_and_the_next_load_mends_it(man
     assert [len(table) for table in tables] == [0, 0]
     if rows:
         assert (caught.value.emptied, caught.value.mixed) == (("a", "b"), ())
-        assert "Connection reset by peer; tables 'a', 'b' are empty now, all else" in str(caught.value)
+        assert "Connection reset by peer; tables 'a', 'b' are empty now, everything else" in str(caught.value)
     load(many_runs, tables)
     assert [rows_of(table) for table in tables] == [rows_of(table) for table in two(range(2000))]
 
