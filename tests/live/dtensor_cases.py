@@ -3,6 +3,8 @@
 import re
 import sys
 from pathlib import Path
+from threading import Event
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from recckpt import Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
 from recckpt.live.boxes import box_of
+from recckpt.storage.local import LocalStorage
 
 
 def laid_out(mesh, placements, n_rows=7, **options):
@@ -109,10 +112,18 @@ def writes_that_nobody_announced_are_noticed(mesh, root):
 
     for number, write in enumerate((to_all, to_part)):
         model, _, saver = based(mesh, [Shard(0)], root / f"writes-{number}")  # a table that was distrusted is copied
-        handle = saver.save_async(f"torn-{number}")
-        write()
-        with pytest.raises(LiveTableError, match=r"call saver\.settle"):
-            handle.wait()
+        is_written, create = Event(), LocalStorage.create
+
+        def create_once_written(storage, name, is_written=is_written, create=create):
+            is_written.wait(60)
+            return create(storage, name)
+
+        with patch.object(LocalStorage, "create", create_once_written):  # else the save may be done before the write
+            handle = saver.save_async(f"torn-{number}")
+            write()
+            is_written.set()
+            with pytest.raises(LiveTableError, match=r"call saver\.settle"):
+                handle.wait()
         assert holds_all(saver.save(f"whole-{number}"))
         saver.close()
 
@@ -123,7 +134,7 @@ def a_state_of_another_layout_is_refused(mesh):
     optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     module.weight.grad = distribute_tensor(torch.ones(7, 4), mesh, [Replicate()])
     optimizer.step()
-    expected = "found sparse_sgd_momentum as (7, 4) (Replicate(),), expected (7, 4) (Shard(dim=0),), as its weight lies"
+    expected = "found sparse_sgd_momentum as (7, 4) (Replicate(),), expected (7, 4) (Shard(dim=0),), the layout of its weight"
     with pytest.raises(LiveTableError, match=re.escape(expected)):
         live_tables(nn.Sequential(module), optimizer, min_rows=1)
 
