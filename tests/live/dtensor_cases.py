@@ -134,7 +134,7 @@ def a_state_of_another_layout_is_refused(mesh):
     optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     module.weight.grad = distribute_tensor(torch.ones(7, 4), mesh, [Replicate()])
     optimizer.step()
-    expected = "found sparse_sgd_momentum as (7, 4) (Replicate(),), expected (7, 4) (Shard(dim=0),), the layout of its weight"
+    expected = "sparse_sgd_momentum as (7, 4) (Replicate(),), expected (7, 4) (Shard(dim=0),), the layout of its weight"
     with pytest.raises(LiveTableError, match=re.escape(expected)):
         live_tables(nn.Sequential(module), optimizer, min_rows=1)
 
