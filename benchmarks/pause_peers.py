@@ -183,6 +183,13 @@ class RecckptDeltas(Recckpt):
         shutil.rmtree(self._root)
 
 
+def join_alone() -> None:
+    """Make a process group of this process alone."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    store = distributed.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
 class Dcp:
     """``torch.distributed.checkpoint.async_save``, which copies all of the state first.
 
@@ -199,9 +206,7 @@ class Dcp:
         options = staging.StagingOptions(False, is_process, False, False)
         self._stager = staging.DefaultStager(options) if kept or is_process else None
         if is_process and not distributed.is_initialized():
-            os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-            store = distributed.HashStore()  # type: ignore[attr-defined]  # which torch exports without saying so
-            distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            join_alone()
 
     def save(self, directory: Path) -> Future[Any]:
         """Copy, and begin to write."""

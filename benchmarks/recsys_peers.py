@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from pause_peers import Dcp
+from pause_peers import Dcp, join_alone
 from peers import THREADS
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
@@ -175,7 +175,7 @@ class RecckptNear(RecckptDelta):
         return self._waits.submit(near.settle)
 
 
-class Plain:
+class Plain(ABC):
     """Of the others: the live memory of the table as plain tensors, to which a restore copies, without an index."""
 
     def __init__(self, work: Workload, root: Path) -> None:
@@ -203,11 +203,13 @@ class Plain:
         """Drop what is large."""
         gc.collect()
 
+    @abstractmethod
     def _write(self, tensors: dict[str, Tensor]) -> None:
-        raise NotImplementedError
+        """Write all tensors."""
 
+    @abstractmethod
     def _read(self, targets: dict[str, Tensor]) -> None:
-        raise NotImplementedError
+        """Fill all tensors."""
 
 
 class TorchSave(Plain):
@@ -301,9 +303,7 @@ def torchrec_state(rows: int, width: int, slots: int) -> dict[str, Any]:
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     if not distributed.is_initialized():
-        os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-        store = distributed.HashStore()  # type: ignore[attr-defined]  # which torch exports without saying so
-        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        join_alone()
     config = EmbeddingBagConfig(num_embeddings=rows, embedding_dim=width, name="item", feature_names=["item"])
     bags = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
     optimizer = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)[slots]

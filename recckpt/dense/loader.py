@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recckpt.dense.sharded import STAND_IN, is_sharded, laid_out_as, local_boxes, own_boxes, own_shards
 from recckpt.dense.state_copy import MAPPINGS
 from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
-from recckpt.dense.torch_archive import HEADER_BYTES, LENGTHS_AT, LoadableArchive, check_loadable
+from recckpt.dense.torch_archive import HEADER_BYTES, LoadableArchive, check_loadable, data_begin
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
@@ -52,8 +52,8 @@ def load_state(storage: Files, directory: str, entry: FileEntry, *, is_mapped: b
 
     def read(record: zipfile.ZipInfo) -> torch.UntypedStorage:
         """Copy a record in steps, so that the system can drop mapped pages meanwhile."""
-        lengths = data[record.header_offset + LENGTHS_AT : record.header_offset + HEADER_BYTES]
-        at, n_bytes = record.header_offset + HEADER_BYTES + sum(lengths.cast("H")), record.file_size
+        header = data[record.header_offset : record.header_offset + HEADER_BYTES]
+        at, n_bytes = data_begin(record, header), record.file_size
         if at + n_bytes > len(data):
             raise ValueError(f"{record.filename} ends at byte {at + n_bytes} of {len(data)}")
         values = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")

@@ -16,7 +16,7 @@ from recckpt.storage import SinkFile
 
 _ROOT = "archive"
 _ALIGNMENT = 64  # alignment of tensors in bytes, so that a load can map the file
-HEADER_BYTES, LENGTHS_AT = 30, 26  # size of the header before each record; name and padding follow the header
+HEADER_BYTES, _LENGTHS_AT = 30, 26  # size of the header before each record; name and padding follow the header
 _ZIP64_BYTES = 20
 _PADDING_ID = 0x4246  # the id that torch uses
 _LARGE_BYTES = 1 << 30  # entries of this size or larger have 64-bit sizes; zip requires them from 2 GiB on
@@ -80,6 +80,15 @@ def _globals() -> frozenset[str]:
             "__builtin__ complex",
         }
     )
+
+
+def data_begin(entry: zipfile.ZipInfo, header: bytes | memoryview) -> int:
+    """Return where the bytes of a record begin, given its header of ``HEADER_BYTES``; EOFError if that is cut."""
+    if len(header) < HEADER_BYTES:
+        raise EOFError(f"{entry.filename} has no header at byte {entry.header_offset}")
+    n_name, n_padding = struct.unpack_from("<HH", header, _LENGTHS_AT)
+    begin: int = entry.header_offset + HEADER_BYTES + n_name + n_padding
+    return begin
 
 
 class LoadableArchive(NamedTuple):

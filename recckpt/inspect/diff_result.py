@@ -112,9 +112,7 @@ class KeyDiff:
 
     key: str
     status: Status  # ``"changed"``, ``"added"`` or ``"gone"``
-    before: (
-        Any  # a number as it is, dtype and shape of a tensor, all else as text, cut short; None where it is not there
-    )
+    before: Any  # a number, the dtype and shape of a tensor, or all else as text, cut short; None if it is not there
     after: Any  # the same on the other side
     largest: float | None = None  # of tensors, the largest difference of a single value; NaN where a NaN came or went
 

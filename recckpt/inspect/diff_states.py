@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.dense.torch_archive import HEADER_BYTES, LENGTHS_AT, LoadableArchive, check_loadable
+from recckpt.dense.torch_archive import HEADER_BYTES, LoadableArchive, check_loadable, data_begin
 from recckpt.errors import CheckpointRemovedError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
@@ -31,8 +31,8 @@ _MOST_DEPTH = 200
 _REORDERED_BYTES = 16 << 20  # a tensor that lies in another order on either side is read whole up to here
 
 
-class Lying(NamedTuple):
-    """A tensor that fills one block. ``read(begin, end)`` gives values in the order in which they lie."""
+class StoredTensor(NamedTuple):
+    """A tensor whose values fill one block of a file. ``read(begin, end)`` gives values in the order of the block."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyD
         one, other = before.leaves.get(key), after.leaves.get(key)
         if key not in before.leaves or key not in after.leaves:
             yield KeyDiff(key, "gone" if key in before.leaves else "added", _shown(one), _shown(other))
-        elif isinstance(one, Lying) and isinstance(other, Lying):
+        elif isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
             is_same, largest = _compared(one, other, tolerance)
             if not is_same:
                 yield KeyDiff(key, "changed", _shown(one), _shown(other), largest)
@@ -116,7 +116,7 @@ def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyD
         yield KeyDiff("", "changed", one, other)
 
 
-def _compared(one: Lying, other: Lying, tolerance: float) -> tuple[bool, float | None]:
+def _compared(one: StoredTensor, other: StoredTensor, tolerance: float) -> tuple[bool, float | None]:
     """Say whether two tensors are the same, and by how much they differ; None where this is not told."""
     if one.shape != other.shape:
         return False, None
@@ -136,7 +136,7 @@ def _compared(one: Lying, other: Lying, tolerance: float) -> tuple[bool, float |
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, Lying):
+    if isinstance(value, StoredTensor):
         return f"{value.dtype}{list(value.shape)}"
     return f"{value[:_SHOWN]!s:.{_SHOWN}}" if isinstance(value, str | bytes) else value
 
@@ -217,11 +217,11 @@ class _StateReader:
             for key, item in value:
                 is_name = type(key) is str and key.isidentifier()
                 self.fill(state, f"{at}.{key}" if is_name else f"{at}[{self._text(key, depth)}]", item, depth + 1)
-        elif type(value) in (list, tuple) and any(type(item) in (list, tuple, _Items, Lying) for item in value):
+        elif type(value) in (list, tuple) and any(type(item) in (list, tuple, _Items, StoredTensor) for item in value):
             state.containers[at] = type(value).__name__
             for number, item in enumerate(value):
                 self.fill(state, f"{at}[{number}]", item, depth + 1)
-        elif type(value) is Lying:
+        elif type(value) is StoredTensor:
             self._take(_TENSOR_COST)
             self._to_read -= value.nbytes
             if self._to_read < 0:
@@ -251,7 +251,7 @@ class _StateReader:
         if self.left < 0 or depth > _MOST_DEPTH:
             raise ValueError("too much, or nested too deep")
 
-    def _tensor(self, record: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Lying:
+    def _tensor(self, record: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> StoredTensor:
         kind = NUMPY_DTYPES[_of(dtype, str)]
         counts = (offset, *_of(shape, tuple), *_of(strides, tuple))
         if set(map(type, counts)) != {int} or min(counts) < 0 or not len(shape) == len(strides) <= MAX_DIMS:
@@ -268,12 +268,7 @@ class _StateReader:
         read, end_of_file = self._read, self._n_bytes
 
         def values(begin: int, end: int) -> Array:
-            header = read(HEADER_BYTES, record.header_offset)[LENGTHS_AT:]
-            at = (
-                record.header_offset
-                + HEADER_BYTES
-                + sum(int.from_bytes(each, "little") for each in (header[:2], header[2:]))
-            )
+            at = data_begin(record, read(HEADER_BYTES, record.header_offset))
             at, size = at + (offset + begin) * kind.itemsize, (end - begin) * kind.itemsize
             data = read(size, at) if at + size <= end_of_file else b""
             if len(data) != size:
@@ -281,7 +276,7 @@ class _StateReader:
             numbers = np.frombuffer(data, kind)
             return widened(numbers) if dtype == "bfloat16" else numbers
 
-        return Lying(dtype, shape, order, values)
+        return StoredTensor(dtype, shape, order, values)
 
 
 _VALUES = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "GLOBAL"})

@@ -48,7 +48,7 @@ class Needs:
 class OpenSource:
     """The open files of a checkpoint to load; they stay readable even if its owner removes the checkpoint.
 
-    ``needs`` is None for a plan, which reads no files of single ranks.
+    ``needs`` is None for a plan, because a plan reads no per-rank files.
 
     Raises:
         CheckpointRemovedError: the checkpoint is gone already.

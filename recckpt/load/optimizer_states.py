@@ -39,9 +39,7 @@ from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
 _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
-_States = dict[
-    str, tuple[tuple[int, ...], Mapping[str, Any] | None]
-]  # parameter -> (its shape, its state if it has one)
+_States = dict[str, tuple[tuple[int, ...], Mapping[str, Any] | None]]  # parameter -> (its shape, its state if any)
 _GO_BY_PLACE = {"LBFGS"}  # keep one state for the concatenated values of all parameters, under the first one
 _ELSEWHERE = "it goes by the places of the parameters, which are others here"
 

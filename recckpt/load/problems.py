@@ -42,9 +42,7 @@ class Problems:
     warnings: list[str] = field(default_factory=list)
     _mismatched_in: dict[str, str] = field(default_factory=dict)
     _renames: dict[str, Entry] = field(default_factory=dict)  # entries with missing or unexpected names
-    _actions: dict[str, tuple[Entry, dict[str, str]]] = field(
-        default_factory=dict
-    )  # by label: what to do with which name
+    _actions: dict[str, tuple[Entry, dict[str, str]]] = field(default_factory=dict)  # label -> name -> what to do
 
     def refuse(self, entry: Entry, problem: str, *, of_names: bool = False) -> None:
         """Add a problem; an entry may turn problems with names into warnings."""

@@ -194,7 +194,7 @@ def mirror(
     Checkpoints are copied byte for byte, parents first, each manifest after all files, and every file is checked
     against its checksums on the way: even after an interruption, all that readers see in ``to`` is whole. Calling it
     again goes on, and copies only what is missing. The run goes on meanwhile. ``to`` can be read, and warm-started
-    from, like any output dir; nobody else may save there.
+    from, like any output dir; no other process may save there.
 
     Args:
         run: an output dir, or itself a mirror; a path or any fsspec URL.

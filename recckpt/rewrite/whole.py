@@ -101,7 +101,7 @@ class ChainRows:
 class CompactionTask:
     chain: ChainName  # what is read
     url: str  # output dir that is written to
-    directory: str  # of the new checkpoint; nobody else writes there
+    directory: str  # of the new checkpoint; nothing else writes there
     budget_bytes: int  # for merging, about
     shard: int
     shards: int

@@ -135,9 +135,7 @@ def inner_name(module: nn.Module) -> str:
     """Return the prefix that a wrapper adds to the names of the wrapped module; "" if ``module`` is not a wrapper."""
     if isinstance(module, _PARALLEL):
         return "module."
-    dynamo = sys.modules.get(
-        "torch._dynamo"
-    )  # not imported here, because the import takes seconds; if nobody imported it, no module is compiled
+    dynamo = sys.modules.get("torch._dynamo")  # the import takes seconds; if it was never done, no module is compiled
     return "_orig_mod." if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else ""
 
 

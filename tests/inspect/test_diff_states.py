@@ -15,6 +15,7 @@ from support.forge import Forge
 
 import recckpt
 from recckpt import Saver
+from recckpt.dense import torch_archive
 from recckpt.inspect import diff_states, diff_tensors
 
 
@@ -356,6 +357,12 @@ def test_a_file_of_another_form_is_not_run_and_compared_as_a_whole(tmp_path, cap
     }
     assert "it ran" not in capsys.readouterr().out
     assert "they share a file, too large or not as recckpt writes it" in str(found)
+
+
+def test_every_global_that_a_load_lets_pass_is_known_here():
+    """The format lists them once; a name that only one of the two knew would make each state unclear."""
+    reader = diff_states._StateReader(None, None, 0, 0)
+    assert reader._known.keys() == torch_archive._globals()
 
 
 def test_text_begins_with_the_answer_and_has_few_keys_of_an_object_and_json_all(tmp_path):

@@ -96,7 +96,7 @@ class RowPiece:
         return self
 
     def end(self) -> None:
-        """Check the bytes that nobody has read, unless the next piece continues the batch."""
+        """Check the bytes that were not read yet, unless the next piece continues the batch."""
         if not self._goes_on:
             self.check()
 

@@ -26,10 +26,8 @@ Int64s = npt.NDArray[np.int64]
 # (Embeddings of ids, indices of the ids that have rows or None for all); only ids with rows get gradients.
 Fetched = tuple[Tensor, Int64s | None]
 MakeTable = Callable[[int, torch.dtype, str], TableModule]
-_INVERSE_1, _INVERSE_2 = (
-    np.uint64(0x96DE1B173F119089),
-    np.uint64(0x319642B2D24D8EC3),
-)  # inverses of the factors of mix64
+# Inverses of the factors of mix64.
+_INVERSE_1, _INVERSE_2 = np.uint64(0x96DE1B173F119089), np.uint64(0x319642B2D24D8EC3)
 _S16, _S27, _S30, _S31, _S48, _S54, _S60, _S62 = (np.uint64(n) for n in (16, 27, 30, 31, 48, 54, 60, 62))
 _SECOND = np.uint64(0x9E3779B97F4A7C15)  # the step of splitmix64: other bits than those that choose the block
 Bools = npt.NDArray[np.bool_]
