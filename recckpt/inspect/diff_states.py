@@ -31,7 +31,7 @@ _MOST_DEPTH = 200
 _REORDERED_BYTES = 16 << 20  # a tensor that lies in another order on either side is read whole up to here
 
 
-class StoredTensor(NamedTuple):
+class PickledTensor(NamedTuple):
     """A tensor whose values fill one block of a file. ``read(begin, end)`` gives values in the order of the block."""
 
     dtype: str
@@ -101,7 +101,7 @@ def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyD
         one, other = before.leaves.get(key), after.leaves.get(key)
         if key not in before.leaves or key not in after.leaves:
             yield KeyDiff(key, "gone" if key in before.leaves else "added", _shown(one), _shown(other))
-        elif isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
+        elif isinstance(one, PickledTensor) and isinstance(other, PickledTensor):
             is_same, largest = _compared(one, other, tolerance)
             if not is_same:
                 yield KeyDiff(key, "changed", _shown(one), _shown(other), largest)
@@ -116,7 +116,7 @@ def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyD
         yield KeyDiff("", "changed", one, other)
 
 
-def _compared(one: StoredTensor, other: StoredTensor, tolerance: float) -> tuple[bool, float | None]:
+def _compared(one: PickledTensor, other: PickledTensor, tolerance: float) -> tuple[bool, float | None]:
     """Say whether two tensors are the same, and by how much they differ; None where this is not told."""
     if one.shape != other.shape:
         return False, None
@@ -136,7 +136,7 @@ def _compared(one: StoredTensor, other: StoredTensor, tolerance: float) -> tuple
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, StoredTensor):
+    if isinstance(value, PickledTensor):
         return f"{value.dtype}{list(value.shape)}"
     return f"{value[:_SHOWN]!s:.{_SHOWN}}" if isinstance(value, str | bytes) else value
 
@@ -217,11 +217,11 @@ class _StateReader:
             for key, item in value:
                 is_name = type(key) is str and key.isidentifier()
                 self.fill(state, f"{at}.{key}" if is_name else f"{at}[{self._text(key, depth)}]", item, depth + 1)
-        elif type(value) in (list, tuple) and any(type(item) in (list, tuple, _Items, StoredTensor) for item in value):
+        elif type(value) in (list, tuple) and any(type(item) in (list, tuple, _Items, PickledTensor) for item in value):
             state.containers[at] = type(value).__name__
             for number, item in enumerate(value):
                 self.fill(state, f"{at}[{number}]", item, depth + 1)
-        elif type(value) is StoredTensor:
+        elif type(value) is PickledTensor:
             self._take(_TENSOR_COST)
             self._to_read -= value.nbytes
             if self._to_read < 0:
@@ -251,7 +251,7 @@ class _StateReader:
         if self.left < 0 or depth > _MOST_DEPTH:
             raise ValueError("too much, or nested too deep")
 
-    def _tensor(self, record: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> StoredTensor:
+    def _tensor(self, record: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> PickledTensor:
         kind = NUMPY_DTYPES[_of(dtype, str)]
         counts = (offset, *_of(shape, tuple), *_of(strides, tuple))
         if set(map(type, counts)) != {int} or min(counts) < 0 or not len(shape) == len(strides) <= MAX_DIMS:
@@ -276,7 +276,7 @@ class _StateReader:
             numbers = np.frombuffer(data, kind)
             return widened(numbers) if dtype == "bfloat16" else numbers
 
-        return StoredTensor(dtype, shape, order, values)
+        return PickledTensor(dtype, shape, order, values)
 
 
 _VALUES = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "GLOBAL"})
