@@ -60,9 +60,14 @@ def fork_ranks(size: int, root: Path, work: Callable[[int, int, Path], Any]) -> 
 
 @contextmanager
 def whole_life() -> Iterator[None]:
-    """Do the block and end this process, with 1 where it raised; never returns."""
+    """Do the block in a fork and end this process, with 1 where it raised; never returns."""
+    import torch
+
     code = 1
     try:
+        # In a fork torch makes its pool of threads anew when one first computes. If a thread of gloo and one that
+        # trains do so at the same moment, one of them fails: "Invalid thread pool!". So make it before there are any.
+        torch.set_num_threads(torch.get_num_threads())
         yield
         code = 0
     except BaseException:

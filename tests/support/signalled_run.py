@@ -211,6 +211,7 @@ def fail(*args):
 
 
 def be_rank(rank, scene, url, ranks, options, job):
+    torch.set_num_threads(1)  # for a fork, before gloo has threads: see whole_life() in rank_processes.py
     said = os.open(f"{url}.said.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def say(text):

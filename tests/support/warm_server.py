@@ -82,6 +82,9 @@ def mind(pid, files, said):
 
 def become(files, command, cwd, env):
     """Make of this process one that was started for the command."""
+    import torch
+
+    torch.set_num_threads(1)  # for a fork, before gloo has threads: see whole_life() in rank_processes.py
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
