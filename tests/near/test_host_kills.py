@@ -57,25 +57,26 @@ def test_a_death_of_all_processes_takes_nothing_that_was_acknowledged(tmp_path, 
 
 
 def lost(root, victim, number):
-    """Restore without the host that died; return whether it did."""
-    was_killed = not (root / "calls").exists()
+    """Restore without the host that died; return whether its work has so many calls."""
+    calls = root / "calls"
+    was_killed = not calls.exists()
     codes = json.loads((root / "codes").read_text())
     assert codes == [-signal.SIGKILL if rank == victim and was_killed else 0 for rank in range(len(HOSTS))]
     shutil.rmtree(root / HOSTS[victim])
     check(root, [host for host in HOSTS if host != HOSTS[victim]], number)
-    return was_killed
+    return was_killed or number < 2 * int(calls.read_text())  # a call that raises has no end to be killed at
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", range(3))
 def test_no_loss_of_a_host_takes_anything_that_was_acknowledged(tmp_path, victim):
-    n_killed, number = 0, victim * HOST_STRIDE // len(HOSTS)
+    n_points, number = 0, victim * HOST_STRIDE // len(HOSTS)
     while True:
         numbers = range(number, number + N_AT_ONCE * HOST_STRIDE, HOST_STRIDE)
         run_script(SCRIPT, tmp_path, victim, *numbers)
-        was_killed = [lost(tmp_path / f"{each}", victim, each) for each in numbers]
-        n_killed += sum(was_killed)
-        if not all(was_killed):
+        had_call = [lost(tmp_path / f"{each}", victim, each) for each in numbers]
+        n_points += sum(had_call)
+        if not all(had_call):
             break
         number = numbers[-1] + HOST_STRIDE
-    assert n_killed * HOST_STRIDE > 100
+    assert n_points * HOST_STRIDE > 100
