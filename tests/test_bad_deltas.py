@@ -83,6 +83,7 @@ def with_more_rows(values):
         table["rows"] += 1
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("harm", "file", "found"),
     [

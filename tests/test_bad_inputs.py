@@ -227,6 +227,7 @@ def impossible(edit):
     return edit, CorruptCheckpointError, ""
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("edit", "error", "said"),
     [
@@ -367,6 +368,7 @@ class Evil:
         return os.system, (f"touch {self.marker}",)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", [name for name in SMALL if name.endswith(".pt")])
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_pickle_that_calls_a_function_is_refused_and_nothing_runs(live, output_dir, forge, tmp_path, name, deep):
@@ -473,6 +475,7 @@ def test_a_state_that_could_not_be_loaded_back_is_refused_when_it_is_saved(tmp_p
 # The notes of hosts with near saves
 
 
+@mostly_slow()
 @pytest.mark.parametrize("harm", ["empty", "half", "a flip", "zeros", "json", "a list", "newer"])
 @pytest.mark.parametrize("by", ["a tool", "the run"])
 def test_a_damaged_note_of_a_host_keeps_no_id_and_is_in_the_way_of_nothing(tmp_path, caplog, harm, by):
@@ -540,6 +543,7 @@ def test_a_load_conf_that_means_nothing_is_refused(live, output_dir, conf):
     refused(live, output_dir, LoadConfError, lambda: live.manager.load_model_bank(bank))
 
 
+@mostly_slow()
 @pytest.mark.parametrize("bank", [{"path": "x"}, "x", [{}], [{"path": ""}], [{"path": 5}], [None]])
 def test_a_model_bank_that_is_none_is_refused(live, output_dir, bank):
     refused(live, output_dir, LoadConfError, lambda: live.manager.load_model_bank(bank))
@@ -589,6 +593,7 @@ def test_restoring_where_nothing_is_gives_0_and_says_so(tmp_path, caplog):
             call()
 
 
+@mostly_slow()
 @pytest.mark.parametrize("index", [b"", b"ckpt_1", b"ckpt_99\n", b"\xff\0\n", b"../x\n" * 1000])
 def test_the_index_file_is_never_believed_and_rebuilt(output_dir, index):
     (output_dir / "checkpoint").write_bytes(index)

@@ -6,6 +6,7 @@ from support.builders import OPTIMIZERS, Run, frozen, state_of
 from support.devices import CUDA, DEVICES, here, on
 from support.gate import Gate
 from support.live_runs import LiveRun
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointManager, Deltas, Near
 from recckpt.checkpointer import make_async_checkpointer
@@ -32,6 +33,7 @@ def test_a_restored_run_goes_on_with_the_same_bits(tmp_path, of):
     assert state_of(other) == state_of(one)
 
 
+@mostly_slow()
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("of", [Run, LiveRun])
 def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path, monkeypatch, of):
@@ -73,6 +75,7 @@ def test_a_restore_takes_the_newest_near_save(tmp_path, of):
     assert state_of(other) == state_of(one)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("there", "back"), [("cpu", "cpu"), pytest.param("cuda", "cpu", marks=CUDA.marks)])
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_tables_of_ours_go_from_one_device_to_another_and_back(tmp_path, there, back, rule):

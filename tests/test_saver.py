@@ -230,6 +230,7 @@ def failed_save(output_dir, before):
     return {"timeline.jsonl": timeline}
 
 
+@mostly_slow()
 @pytest.mark.parametrize("bad", [defaultdict(int), Own(), [Own()], np.array(["x"]), {Own: 1}, lambda: 0])
 @pytest.mark.parametrize("kind", ["register_for_checkpointing", "register_io_state"])
 def test_what_could_not_be_loaded_back_raises_at_save_and_leaves_a_line_in_the_timeline_alone(tmp_path, kind, bad):

@@ -6,6 +6,7 @@ import sys
 import pytest
 from support import tests_of
 from support.paths import ROOT, SUPPORT
+from support.sweeps import mostly_slow
 from support.tests_of import sources
 
 
@@ -20,6 +21,7 @@ def test_no_test_file_is_empty():
     assert not [path for path in (ROOT / "tests").rglob("test_*.py") if "def " not in path.read_text()]
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("file", "code", "said"),
     [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.sources import read_column
+from support.sweeps import mostly_slow
 from support.thread_ranks import ThreadGroup, Wire
 
 from recckpt.adapters import columns as column_exchange
@@ -148,6 +149,7 @@ def all_of(saved, table=0):
     return rows
 
 
+@mostly_slow()
 @pytest.mark.parametrize("made", [three, grid])
 @pytest.mark.parametrize("window_bytes", [1, 200, 1 << 20])
 def test_the_ranks_save_each_row_once_and_whole_as_it_was_before_training_went_on(made, window_bytes):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.sources import read_column
+from support.sweeps import mostly_slow
 
 from recckpt.adapters.keyed import AttachedKeyedTable, IdMap, KeyedTarget
 from recckpt.adapters.torchrec_collision import SharedRows
@@ -98,6 +99,7 @@ def read(source):
     }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("how", [{}, {"says_what_changes": False}, {"audit": 2}])
 def test_a_chain_of_deltas_gives_the_rows_of_each_moment(how):
     draw, live, tracker = np.random.default_rng(0), Keyed(), Tracker()

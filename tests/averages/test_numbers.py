@@ -221,6 +221,7 @@ def test_the_step_and_the_event_time_of_a_run_reach_averages_of_tables_that_the_
     assert model.table.slots["last_time"].tolist() == [6.0, 6.0]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
 def test_tables_of_other_dtypes_are_averaged_within_what_the_dtype_gives(dtype):
     table = HashTable(DIM, name="t", dtype=dtype)

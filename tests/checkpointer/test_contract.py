@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpointing import everything, frozen, save
+from support.sweeps import mostly_slow
 from support.writer_hooks import Failing, Noting, notes
 
 from recckpt.checkpointer import (
@@ -82,6 +83,7 @@ def test_tensors_that_share_memory_are_stored_once_and_of_a_large_one_only_the_p
     assert frozen(checkpointer.load(tmp_path)) == frozen(parts)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("given", [str, Path, lambda path: f"file://{path}"], ids=["str", "Path", "URL"])
 def test_a_path_may_be_given_in_any_form_and_hooks_see_it_absolute(make, kind, tmp_path, given):
     checkpointer = make(kind, commit_hook=Noting(tmp_path))
@@ -114,6 +116,7 @@ def test_a_hook_is_called_before_and_after_the_commit_with_what_save_was_given(m
     assert after == ["post", str(path), ["checkpoint_0.pt"], kwargs]
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("when", "kept", "kind_of_error", "match"),
     [

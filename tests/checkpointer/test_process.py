@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.checkpointing import everything, frozen, save
 from support.paths import PYTHONPATH
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 from support.writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
 
 from recckpt.checkpointer import PartlyCommittedError, make_async_checkpointer, make_sync_checkpointer
@@ -193,6 +193,7 @@ child.receive()
 """
 
 
+@mostly_slow()
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_process_ends_with_its_parent_and_publishes_nothing_more(pipe, tmp_path, is_idle):
     env = {**os.environ, "PYTHONPATH": PYTHONPATH}

@@ -8,11 +8,13 @@ import torch
 from support.checkpointing import frozen
 from support.crowd import crowd
 from support.forked import in_fork
+from support.sweeps import mostly_slow
 from support.writer_hooks import Pausing
 
 from recckpt.checkpointer import make_sync_checkpointer
 
 
+@mostly_slow()
 def test_each_file_holds_the_tensors_of_its_own_save_whatever_other_threads_save(make, kind, tmp_path):
     checkpointer = make(kind)
     n_saves, n_threads = 4, 4

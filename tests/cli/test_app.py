@@ -130,6 +130,7 @@ def test_the_module_is_the_command_and_output_that_is_no_file_is_written_to(monk
     assert "ckpt_10" in out.getvalue()
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("command", "code"), [("show", 0), ("verify", 1)])
 def test_a_reader_that_leaves_early_is_no_error_and_a_problem_stays_one(wide, command, code):
     if code:
@@ -173,6 +174,7 @@ sys.exit(app.main(["ls", sys.argv[1]]))
 """
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("as_process_1", [False, True])
 def test_a_signal_ends_a_command_without_a_traceback_or_half_a_file(tmp_path, number, code, as_process_1):

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support.builders import Run
 from support.conversions import save_dcp, write_recis
+from support.sweeps import mostly_slow
 from torch.distributed import checkpoint as dcp
 
 STATE = {"emb.weight": torch.arange(40.0).reshape(10, 4), "top.bias": torch.tensor([0.5, 2.0]).bfloat16()}
@@ -52,6 +53,7 @@ def recis(tmp_path):
     return tmp_path / "recis"
 
 
+@mostly_slow()
 def test_its_tensors_are_listed_printed_and_queried(recckpt, source):
     assert [each["name"] for each in recckpt("ls", source, "--json").json["tensors"]] == [*STATE]
     assert recckpt("head", source, "emb.weight", "-n", 1).lines == [["id", "embedding"], ["0", "[0,", "1,", "2,", "3]"]]

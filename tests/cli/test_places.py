@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.builders import tree
+from support.sweeps import mostly_slow
 from torch import nn
 
 import recckpt
@@ -167,6 +168,7 @@ def test_no_command_is_forgotten_here():
     assert {line.split()[0] for line in COMMANDS} | any_place_is_good == set(parsers()[1])
 
 
+@mostly_slow()
 @pytest.mark.parametrize("place", PLACES)
 def test_each_command_says_what_is_wrong_with_a_place(recckpt, good, tmp_path, place):
     assert not wrong_answers(recckpt, good, tmp_path, PLACES[place](good, tmp_path / "at"))
@@ -292,6 +294,7 @@ def other(request, tmp_path):
     return tmp_path / "at", FORMS[form]
 
 
+@mostly_slow()
 def test_each_command_says_so_and_changes_nothing(other, tmp_path, recckpt):
     at, said = other
     save_two(tmp_path / "good")
@@ -324,6 +327,7 @@ CALLS = {
 }
 
 
+@mostly_slow()
 def test_each_public_call_says_so_and_changes_nothing(other):
     at, said = other
     before, wrong = tree(at), []
@@ -380,6 +384,7 @@ def ours(data):
     return {name: value for name, value in data.items() if name not in ("bytes", "seconds")}
 
 
+@mostly_slow()
 @pytest.mark.parametrize("command", OF_CHECKPOINTS)
 def test_latest_1_is_the_one_before_the_newest(recckpt, run, command):
     by_name, written = answer(recckpt, run, command, "c2")

@@ -15,6 +15,7 @@ from support.conversions import write_recis
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import Held, write_compacted, write_delta, write_full
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver, load_into
@@ -291,6 +292,7 @@ def saved_elsewhere(tmp_path):
     return {"dcp": tmp_path / "dcp", "torch_state": tmp_path / "model.pt", "recis": tmp_path / "recis"}
 
 
+@mostly_slow()
 @pytest.mark.parametrize("format", ["dcp", "torch_state", "recis"])
 def test_what_another_program_saved_is_shown_and_all_else_says_what_to_do_with_it(recckpt, tmp_path, format):
     path = saved_elsewhere(tmp_path)[format]

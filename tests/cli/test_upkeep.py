@@ -11,6 +11,7 @@ import pytest
 from support.builders import Run, tree
 from support.delta_runs import rows_of, run_with_chain
 from support.forge import Forge
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -305,6 +306,7 @@ NO_PROOF = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("harm", NO_PROOF)
 def test_what_cannot_be_looked_into_is_no_proof(recckpt, run, gone, harm):
     root = Path(run.url)

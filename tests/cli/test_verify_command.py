@@ -1,8 +1,10 @@
 from support.builders import Run, flip_bit
 from support.forge import Forge
 from support.other_user import another_user, directory_for_all
+from support.sweeps import mostly_slow
 
 
+@mostly_slow()
 def test_what_is_whole_is_good(recckpt, url):
     Run(url, max_keep=2).train(20)
     for args in ((url,), (url, "--quick"), (f"{url}/ckpt_10",)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.conversions import Code, rank_blocks, refused, rows_bytes, safetensors_bytes, table_bytes, write_recis
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
@@ -32,6 +33,7 @@ SCALARS = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, 1), (2, 4), (5, 3), (3, 40)])
 def test_rows_of_any_number_of_ranks_come_bit_for_bit(tmp_path, ranks, parallel):
     tables = {"user": table(50, 4), "item": table(20, 4, 1), "empty": table(0, 2), "one": table(1, 3)}

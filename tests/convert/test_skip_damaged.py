@@ -19,6 +19,7 @@ from support.builders import flip_bit
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_compacted, write_delta
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.convert import TARGETS, export_checkpoint, import_checkpoint
@@ -110,6 +111,7 @@ def test_what_is_whole_comes_out_whole_and_nothing_is_listed(forge, tmp_path, ha
     assert done.metadata["skipped"] == []
 
 
+@mostly_slow()
 @pytest.mark.parametrize("harm", ["id", "embedding", "sparse_m", errno.EIO, errno.EBADMSG])
 def test_a_batch_that_is_damaged_or_not_to_be_read_is_skipped_and_no_other(request, forge, tmp_path, harm):
     number, ids, buckets = places(forge)[4]
@@ -138,6 +140,7 @@ def test_damage_is_an_error_without_skip_damaged_and_beside_since(forge, tmp_pat
         exported(forge.directory, tmp_path, since="ckpt_0")
 
 
+@mostly_slow()
 @pytest.mark.parametrize("to", TARGETS)
 def test_every_target_takes_what_is_whole(forge, tmp_path, to):
     number, ids, _ = places(forge)[4]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.numpy import save_file
 from support.conversions import arrow_table, import_rows, refused, rows_bytes, some_rows, table_bytes, vectors
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
@@ -80,6 +81,7 @@ SOURCES = [
 ]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("make", SOURCES)
 def test_the_rows_of_a_source_are_those_of_the_checkpoint_bit_for_bit(tmp_path, make):
     rows = some_rows()

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch_file
 from support.conversions import arrow_table, rows_bytes, some_rows, table_bytes
 from support.delta_runs import rows_of, run_with_chain
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointReader, Saver
@@ -131,6 +132,7 @@ def test_rows_are_chosen_as_in_a_load_conf(tmp_path):
     assert sorted(load_file(tmp_path / "safetensors")["t.id"]) == sorted(some_rows()["id"][90:])
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("dtype", "values", "least"),
     [
@@ -256,6 +258,7 @@ def test_bfloat16_is_rounded_as_torch_does(values):
     assert np.array_equal(widened(bits), expected.float().numpy(), equal_nan=True)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("kind", "dtype", "value"),
     [

@@ -150,6 +150,7 @@ def test_a_model_pt_that_is_not_as_the_index_and_the_manifest_say_is_corrupt(tmp
     assert forge.manifest["names"]["dense"] == ["w", "plain", "sharded"]
 
 
+@pytest.mark.slow
 def test_a_state_is_read_without_a_second_copy_of_it(local):
     n_bytes = 64 << 20
     entry = save_state({"w": torch.ones(n_bytes, dtype=torch.uint8)}, local, "d", "model.pt")

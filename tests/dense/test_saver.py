@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chunked import save_chunked
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.dense.saver import pickled
@@ -52,6 +53,7 @@ def check_equal(root, state):
     return by_torch
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_every_dtype_equals_torch_load_bit_for_bit(tmp_path, dtype):
     patterns = torch.arange(256, dtype=torch.uint8)
@@ -80,6 +82,7 @@ def test_one_memory_as_two_dtypes_is_two_tensors(tmp_path):
     check_equal(tmp_path, {"floats": base, "bits": base.view(torch.int32), "bytes": base.view(torch.uint8)})
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     "value",
     [
@@ -134,6 +137,7 @@ def test_plain_values_stand_beside_the_tensors(tmp_path):
     assert {name: found[name] for name in plain} == plain
 
 
+@pytest.mark.slow
 def test_a_model_pt_whose_pickle_is_large_is_saved_and_loaded(tmp_path):
     plain = {"plain": "x" * (40 << 20), "w": torch.ones(3)}
     assert check_equal(tmp_path, plain)["plain"] == plain["plain"]

@@ -10,7 +10,7 @@ from support.chunked import chunk_of, edit_index, save_chunked
 from support.forge import Forge
 from support.forked import outcomes
 from support.mutations import mutated, mutated_json
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.dense import tensors
@@ -62,6 +62,7 @@ def small(monkeypatch):
     monkeypatch.setattr(tensors, "_SLAB_BYTES", 300)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_come_back_of_every_dtype(tmp_path, small, dtype):
     shapes = [(), (1,), (7,), (5, 3), (3, 50, 2), (0,), (4, 0, 2), (1, 1, 300)]
@@ -211,6 +212,7 @@ def forge(two_shards):
         path.write_bytes(data)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("edit", BAD.values(), ids=BAD.keys())
 def test_an_index_that_makes_no_sense_is_corrupt(two_shards, forge, edit):
     edit_index(forge, edit)

@@ -43,6 +43,7 @@ def some(n_ranks, m_ranks):
     return pytest.param(n_ranks, m_ranks, marks=() if is_quick else pytest.mark.slow)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("n_ranks", "m_ranks"), list(starmap(some, product(SIZES, SIZES))))
 def test_every_number_of_ranks_restores_what_any_other_saved_and_reads_it_once(saved, n_ranks, m_ranks):
     url, manifest = saved(n_ranks)

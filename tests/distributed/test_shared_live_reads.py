@@ -133,6 +133,7 @@ def sent(monkeypatch):
     return n_rows
 
 
+@mostly_slow()
 @pytest.mark.parametrize("layout", ["rows", "uneven", "tables"])
 def test_ranks_with_the_plan_of_the_save_send_no_rows(chain_of, sent, layout):
     rows, _ = restored(chain_of(layout, 2), layout, 2)

@@ -177,6 +177,7 @@ def all_are_found(figures, damaged, cases):
     figures.add(damaged.harness, **counts, found=len(cases), refused_by_version=len(refused), crashes=0)
 
 
+@mostly_slow()
 def test_a_whole_checkpoint_is_restored_without_an_error(damaged):
     words = outcomes(damaged.look, [("nothing", {})] * 2)
     assert [word.split(",")[0] for word in words] == ["UNSEEN by verify"] * 2

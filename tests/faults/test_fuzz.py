@@ -383,6 +383,7 @@ def kinds_of(target):
     ]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("faults", [DAMAGE, SEALED])
 def test_files_of_a_chain_that_are_almost_right_are_refused(figures, target, faults):
     fuzz(figures, target, cases_of(kinds_of(target), target, SHORT_OF_DELTAS, 0)[faults], faults, target.count)

@@ -17,6 +17,7 @@ from support.builders import Run
 from support.delta_runs import rows_of, run_with_chain
 from support.forge import Forge, filled, save_tables
 from support.paths import ROOT
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
@@ -53,6 +54,7 @@ def ids_and_firsts(ids, vectors):
     return {id_: np.ravel(vector)[0] for id_, vector in zip(ids, vectors, strict=True)}
 
 
+@mostly_slow()
 @pytest.mark.parametrize("table", ROWS)
 def test_pyarrow_polars_duckdb_and_pandas_read_exactly_the_rows_of_a_table_among_tables_that_differ(tmp_path, table):
     three_shards(tmp_path)
@@ -106,6 +108,7 @@ def test_bfloat16_comes_as_bit_patterns_that_are_marked(tmp_path):
     assert (bits.view(np.float32)[:, 0] == np.arange(10)).all()
 
 
+@mostly_slow()
 @pytest.mark.parametrize("table", ROWS)
 def test_without_checks_the_fragments_of_a_table_have_its_rows_though_others_share_its_files(url, table):
     three_shards(url)

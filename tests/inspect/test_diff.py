@@ -11,6 +11,7 @@ import torch
 from support.builders import Run, flip_bit
 from support.delta_runs import run_with_chain
 from support.forge import Forge, filled, save_tables
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import CheckpointReader, Saver
@@ -84,6 +85,7 @@ def test_rows_are_compared_by_id_whatever_the_number_of_ranks(tmp_path, monkeypa
     assert [row.id for row in found.moved] == [id_ for _, id_ in farthest]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("changed_slots", [("embedding",), ("sparse_m",), ("embedding", "sparse_m")])
 def test_ranges_in_which_most_rows_changed_and_ranges_with_few_are_compared_alike(tmp_path, monkeypatch, changed_slots):
     monkeypatch.setattr(diff_tables, "_RANGE_BYTES", 8000)
@@ -222,6 +224,7 @@ def test_rows_that_became_nan_are_named_first(tmp_path):
     assert recckpt.diff(tmp_path / "b", tmp_path / "b").is_equal
 
 
+@mostly_slow()
 @pytest.mark.parametrize("range_bytes", [1, 3000, 1 << 26])
 @pytest.mark.parametrize("side", "ab")
 def test_a_flip_in_any_batch_is_found_wherever_borders_of_ranges_cut_it(tmp_path, monkeypatch, side, range_bytes):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.forge import Forge
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import Saver
@@ -124,6 +125,7 @@ def test_values_of_any_kind_are_compared_by_key(tmp_path):
     }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("slab_bytes", [1, 100, 4 << 20])
 def test_tensors_are_compared_by_their_values_wherever_these_lie(tmp_path, monkeypatch, slab_bytes):
     monkeypatch.setattr(diff_tensors, "_SLAB_BYTES", slab_bytes)
@@ -243,42 +245,50 @@ def archived(value, compression=zipfile.ZIP_STORED):
     return file.getvalue()
 
 
-DEEP, ONE, FLOAT = b")" + b"\x85" * 400_000, b"K\1", b"G" + struct.pack(">d", 2.0)
+ONE, FLOAT = b"K\1", b"G" + struct.pack(">d", 2.0)
 SET = b"c__builtin__\nset\n(](%setR"
 
 
-@pytest.mark.parametrize(
-    "value",
-    {
-        "deep": DEEP,
-        "deep key": b"}" + DEEP + b"K\1s",
-        "deep member of a set": SET % DEEP,
-        "shared lists": shared(b"]", 60),
-        "shared key": b"}" + shared(b")", 60) + b"K\1s",
-        "shared members of a set": SET % shared(b")", 60),
-        "shared text": b"](" + text("a" * 100_000) + b"q\1" + b"h\1" * 1000 + b"e",
-        "shared list": b"]((" + ONE * 10_000 + b"tq\1" + b"h\1" * 10_000 + b"e",
-        "copied list": b"](](" + ONE * 10_000 + b"eq\1" + b"c__builtin__\nset\nh\1\x85R" * 10_000 + b"e",
-        "shared tensor": b"](" + a_tensor([b"M\x90\1"], [ONE]) + b"q\1" + b"h\1" * 2000 + b"e",
-        "shared storage": b"ctorch\ndevice\n" + shared(b")", 60) + b"\x85R",
-        "many opcodes": b"(" + b"]" * 2_000_000 + b"t",
-        "stride 0": a_tensor([number(10**12)], [b"K\0"]),
-        "strides 0": a_tensor([ONE, number(10**12)], [b"K\0", b"K\0"]),
-        "gaps": a_tensor([b"K\2"], [b"K\2"]),
-        "negative": a_tensor([number(-1)], [ONE]),
-        "float": a_tensor([FLOAT], [ONE]),
-        "floats": a_tensor([b"K\2", FLOAT], [b"K\2", ONE]),
-        "bool": a_tensor([b"\x88"], [ONE]),
-        "text": a_tensor([text("a")], [ONE]),
-        "dimensions": a_tensor([ONE] * 100, [ONE] * 100),
-        "fewer strides": a_tensor([ONE, ONE], [ONE]),
-        "larger": a_tensor([b"M\x91\1"], [ONE]),
-        "attributes": b"ccollections\nOrderedDict\n)R}" + text("items") + b"K\1sb",
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_hostile_files_are_compared_as_a_whole(tmp_path, value):
-    assert statuses_beside(tmp_path, archived(value[1])) == {"held": "unclear", "other": "unclear"}
+def deep(n):
+    return b")" + b"\x85" * (400_000 // n)
+
+
+HOSTILE = {  # what is large or deep is so by n times less
+    "deep": deep,
+    "deep key": lambda n: b"}" + deep(n) + b"K\1s",
+    "deep member of a set": lambda n: SET % deep(n),
+    "shared lists": lambda n: shared(b"]", 60),
+    "shared key": lambda n: b"}" + shared(b")", 60) + b"K\1s",
+    "shared members of a set": lambda n: SET % shared(b")", 60),
+    "shared text": lambda n: b"](" + text("a" * 100_000) + b"q\1" + b"h\1" * 1000 + b"e",
+    "shared list": lambda n: b"]((" + ONE * (100_000 // n) + b"tq\1" + b"h\1" * (100_000 // n) + b"e",
+    "copied list": lambda n: (
+        b"](](" + ONE * (100_000 // n) + b"eq\1" + b"c__builtin__\nset\nh\1\x85R" * (100_000 // n) + b"e"
+    ),
+    "shared tensor": lambda n: b"](" + a_tensor([b"M\x90\1"], [ONE]) + b"q\1" + b"h\1" * 2000 + b"e",
+    "shared storage": lambda n: b"ctorch\ndevice\n" + shared(b")", 60) + b"\x85R",
+    "many opcodes": lambda n: b"(" + b"]" * (2_000_000 // n) + b"t",
+    "stride 0": lambda n: a_tensor([number(10**12)], [b"K\0"]),
+    "strides 0": lambda n: a_tensor([ONE, number(10**12)], [b"K\0", b"K\0"]),
+    "gaps": lambda n: a_tensor([b"K\2"], [b"K\2"]),
+    "negative": lambda n: a_tensor([number(-1)], [ONE]),
+    "float": lambda n: a_tensor([FLOAT], [ONE]),
+    "floats": lambda n: a_tensor([b"K\2", FLOAT], [b"K\2", ONE]),
+    "bool": lambda n: a_tensor([b"\x88"], [ONE]),
+    "text": lambda n: a_tensor([text("a")], [ONE]),
+    "dimensions": lambda n: a_tensor([ONE] * 100, [ONE] * 100),
+    "fewer strides": lambda n: a_tensor([ONE, ONE], [ONE]),
+    "larger": lambda n: a_tensor([b"M\x91\1"], [ONE]),
+    "attributes": lambda n: b"ccollections\nOrderedDict\n)R}" + text("items") + b"K\1sb",
+}
+
+
+@pytest.mark.parametrize("n", [100, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", HOSTILE)
+def test_hostile_files_are_compared_as_a_whole(tmp_path, monkeypatch, value, n):
+    for limit in ("_MOST_OPCODES", "_MOST_WORK"):
+        monkeypatch.setattr(diff_states, limit, getattr(diff_states, limit) // n)
+    assert statuses_beside(tmp_path, archived(HOSTILE[value](n))) == {"held": "unclear", "other": "unclear"}
 
 
 def statuses_beside(tmp_path, data):

@@ -112,6 +112,7 @@ def test_on_a_local_disk_a_checkpoint_is_read_to_its_end_though_rotation_removes
     check_rows(1, {id_.as_py(): row.as_py() for id_, row in rows.items()})
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("after", "steps"), [(None, [1, 2, 3, 2]), (2, [3, 2])])
 def test_a_step_that_is_saved_again_comes_again_also_behind_what_was_done(url, waits, after, steps):
     run = train(run_at(url), 3)

@@ -34,6 +34,7 @@ def numbered(dtype=torch.float32, shape=(3,)):
     return table
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int8", "int64"])
 def test_rows_come_in_the_order_of_the_ids_with_a_default_for_those_that_are_missing(url, dtype):
     with reader_of(url, numbered(getattr(torch, dtype)), filled("other", range(9)), batch_bytes=200) as reader:

@@ -13,6 +13,7 @@ from faults.plants import Plant
 from support.forge import Forge, filled, load, rows_of, save_tables
 from support.spec_reader import counting
 from support.spec_writer import Held, write_delta, write_full
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import CheckpointReader
@@ -287,6 +288,7 @@ BUGS = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", BUGS)
 def test_each_rule_of_ranges_and_live_tables_is_missed_where_it_is_not_kept(monkeypatch, local, chain, name):
     bug, by = BUGS[name]

@@ -64,6 +64,7 @@ def rows_read(reader, name, columns, ids=None):
     return found
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_polars_and_pyarrow_alone_find_the_ids_and_values_of_the_reader(tmp_path, dtype):
     tables = [noisy("user/1", dtype), noisy("item", dtype, IDS[::2], seed=9)]
@@ -344,6 +345,7 @@ BAD = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("edit", "match"), BAD.values(), ids=BAD.keys())
 def test_a_part_of_another_schema_is_refused_with_what_was_found_and_expected(tmp_path, edit, match):
     save_tables(open_storage(str(tmp_path)), [filled("item", range(20), shape=32)], concurrency=1)

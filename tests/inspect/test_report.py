@@ -126,6 +126,7 @@ def test_rows_that_a_delta_has_replaced_or_deleted_count_nowhere(tmp_path):
     assert found.counts.spread.most == 1
 
 
+@pytest.mark.slow
 def test_only_zeros_are_untrained_and_values_that_float32_cannot_square_are_neither_zero_nor_infinite(tmp_path):
     table, extreme = HashTable(1, name="item"), empty("extreme")
     for slot in ("sparse_m", "sparse_v"):

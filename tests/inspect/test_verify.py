@@ -35,6 +35,7 @@ def only(problems):
     return problems[0]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_checkpoint_that_is_whole_has_no_problems(url, deep):
     for name in ("", "/ckpt_1"):
@@ -180,6 +181,7 @@ class Hostile:
         return (exec, (f"open({str(self.path)!r}, 'w')",))
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt"])
 def test_a_dense_file_that_asks_for_code_is_found_and_nothing_runs(tmp_path, name):
     Run(tmp_path).train(10)

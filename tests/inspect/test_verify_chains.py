@@ -15,7 +15,7 @@ from support.builders import Run, flip_bit
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_compacted, write_delta
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import Deltas
 from recckpt.format.manifest import decode
@@ -178,6 +178,7 @@ def test_the_intent_of_what_was_compacted_says_that_it_was_offered(tmp_path, del
     assert found_in(compacted.directory)[0][1].endswith("/INTENT")
 
 
+@mostly_slow()
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_an_executor_finds_what_threads_do(tmp_path, delta, kind):
     write_delta(delta, "ckpt_3", 9, [({9: (9, 9)}, [])])

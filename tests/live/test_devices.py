@@ -67,6 +67,7 @@ class Training:
         return dense, slots
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("device", "place"), [("cpu", DEFAULT), *ON_CUDA])
 @pytest.mark.parametrize("rule", ["SparseAdam", "sparse Adagrad", "SGD", "Adam", "frozen"])
 def test_a_save_beside_training_has_all_rows_of_its_moment(tmp_path, monkeypatch, device, place, rule):

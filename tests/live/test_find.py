@@ -11,6 +11,7 @@ from support.fake_fbgemm import (
     SplitTableBatchedEmbeddingBagsCodegen,
     SSDTableBatchedEmbeddingBags,
 )
+from support.sweeps import mostly_slow
 from support.thread_ranks import ThreadGroup, Wire, alone
 from torch import nn, optim
 from torch.nn.utils import parametrize
@@ -85,6 +86,7 @@ def test_all_that_is_wrong_with_names_is_said_at_once(tower):
     assert "'users' and 'tags' are both named 't': tell them apart by names=" in str(caught.value)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager"), nn.Sequential])
 def test_wrappers_are_not_part_of_a_path(tower, wrap):
     model = wrap(tower)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.live_runs import DIM, OPTIMIZERS, Run, assert_same
+from support.sweeps import mostly_slow
 from torch import nn, optim
 
 from recckpt import CheckpointManager, Deltas, Saver
@@ -19,6 +20,7 @@ BEFORE_ITS_FIRST_STEP = [
 ]
 
 
+@mostly_slow()
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("rule", "n_before"), [*((rule, 3) for rule in OPTIMIZERS), *BEFORE_ITS_FIRST_STEP])
 def test_steps_and_settings_are_restored(tmp_path, rule, n_before):
@@ -32,6 +34,7 @@ def test_steps_and_settings_are_restored(tmp_path, rule, n_before):
     assert_same(run.state(), state)
 
 
+@mostly_slow()
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_a_run_that_was_restored_elsewhere_goes_on_as_the_first_did(tmp_path, rule):
@@ -191,6 +194,7 @@ def test_a_run_that_keeps_its_settings_takes_no_state_for_those_of_the_checkpoin
     assert other.row_optim.param_groups[0]["momentum"] == 0.9
 
 
+@mostly_slow()
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rule", ["SparseAdam", "Adagrad"])
 @pytest.mark.parametrize("conf", [None, {"exclude": ["sparse_opt"]}])

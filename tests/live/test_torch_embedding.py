@@ -10,6 +10,7 @@ import torch
 from support.devices import here, ids
 from support.gate import Gate
 from support.live_runs import DIM, N_ROWS, Run, assert_same, read_rows
+from support.sweeps import mostly_slow
 from torch import nn, optim
 
 from recckpt import Saver
@@ -74,6 +75,7 @@ def zeroed(run, *, set_to_none):
             run.row_optim.zero_grad(set_to_none)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("train", "n_rows"),
     [
@@ -162,6 +164,7 @@ def test_a_write_between_saves_that_nobody_announces_makes_the_next_save_hold_al
     assert holds_all(save(run))
 
 
+@mostly_slow()
 @pytest.mark.parametrize("write", [fill, fill_state])
 @pytest.mark.parametrize("steps_after", [0, 1])
 def test_a_write_beside_a_save_that_nobody_announces_fails_the_save(run, monkeypatch, write, steps_after):
@@ -183,6 +186,7 @@ def write_memory(run):
     run.row_optim.state[run.model.users.weight]["sum"].data[3] = 7
 
 
+@mostly_slow()
 @pytest.mark.parametrize("write", [write_data, write_memory])
 def test_a_write_that_torch_does_not_count_is_found_by_the_next_save_of_a_small_table(run, caplog, write):
     write(run)
@@ -273,6 +277,7 @@ def shrink_seen(run):
         run.model.users.weight[20:30] *= 0.5
 
 
+@mostly_slow()
 @pytest.mark.parametrize("write", [shrink, shrink_seen])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_what_step_hooks_of_other_code_write_is_saved_as_it_is_at_the_moment(
@@ -412,6 +417,7 @@ def other_data(run):
 REPLACING = [load_model, load_model_by_assigning, load_optimizer, to_another_dtype, other_data]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("replace", REPLACING)
 def test_after_other_tensors_took_the_place_of_a_table_the_next_save_is_full_and_right(run, replace):
     replace(run)
@@ -424,6 +430,7 @@ def test_after_other_tensors_took_the_place_of_a_table_the_next_save_is_full_and
     assert_same(run.state()["model"], state["model"])
 
 
+@mostly_slow()
 @pytest.mark.parametrize("replace", REPLACING)
 def test_a_save_goes_on_with_the_rows_of_its_moment_while_other_tensors_take_their_place(run, replace):
     rows, handle = run.rows(), run.saver.save_async("open", step=1)

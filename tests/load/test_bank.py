@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from support.bank_runs import INITIAL, Model, live_bytes, run, saved, slots_of, table, values_of
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -57,6 +58,7 @@ def test_only_what_is_asked_for_is_loaded(tmp_path):
         assert (len(t), len(u), top.weight.item(), low.weight.item()) == expected
 
 
+@mostly_slow()
 @pytest.mark.parametrize("exclude", ["sparse_opt", "t@*avg*", "*avg*"])
 def test_optimizer_slots_that_are_left_out_stay_at_their_initial_values(tmp_path, adam, exclude):
     url, source = adam
@@ -107,6 +109,7 @@ def test_two_tables_are_swapped_and_back(tmp_path):
     assert (values_of(one_), values_of(two)) == ({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0, 2: 2.0})
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("load", "rate"), [(["sparse", "sparse_opt"], 0.9), (["*"], 0.9), (["renamed"], 0.9), (["*", "sparse_optim"], 0.01)]
 )
@@ -172,6 +175,7 @@ def test_one_slot_may_be_renamed(tmp_path):
     assert t.slots["views"].tolist() == [5.0]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", ["a*b", "a@b", "a\nb\tc", "表/x", "@", "t@embedding"])
 def test_tables_of_odd_names_are_selected_and_renamed(tmp_path, name):
     url = saved(tmp_path / "a", table(name, range(2)), table("other", range(5)))
@@ -293,6 +297,7 @@ def counted(name, counts):
     return made
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("where", "ids"),
     [

@@ -154,6 +154,7 @@ def test_a_run_resumes_from_deltas_in_an_object_store_bit_for_bit(tmp_path, memo
     assert state_of(resumed.train(10)) == expected
 
 
+@pytest.mark.slow
 def test_a_chain_needs_little_memory_beyond_the_table(tmp_path):
     table = HashTable(64, name="t")
     table.insert(torch.arange(100_000), torch.ones(100_000, 64))

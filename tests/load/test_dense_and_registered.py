@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.builders import frozen
 from support.forked import outcomes
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -186,6 +187,7 @@ def resumed(case):
     return "loaded"
 
 
+@mostly_slow()
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("is_live", [False, True], ids=["dense", "live"])
 def test_a_frozen_embedding_in_memory_that_is_read_only_is_left_or_named(tmp_path, is_live):

@@ -355,6 +355,7 @@ def test_names_of_parameters_that_the_manifest_does_not_list_are_damage_and_chan
     assert states(saver) == before
 
 
+@pytest.mark.slow
 def test_what_a_load_does_grows_with_the_parameters_and_not_with_their_square(tmp_path):
     def trained(directory, n_layers):
         model = nn.ModuleList([nn.Linear(1, 1) for _ in range(n_layers)])

@@ -255,6 +255,7 @@ def test_a_load_from_another_output_dir_leaves_it_too_and_a_bank_that_resumes_br
     assert again.rates == other.rates
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_without_its_optimizer_sets_the_rate_of_its_place(tmp_path, name):
     first, straight = Run(tmp_path / "run", 0.1, SCHEDULES[name]), Run(tmp_path / "other", 0.1, SCHEDULES[name])

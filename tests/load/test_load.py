@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.builders import OPTIMIZERS, ClickModel, bits, flip_bit, table_state
 from support.foreign import ForeignTable
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -87,6 +88,7 @@ def test_a_table_of_another_library_loads_what_ours_saved_and_back(url):
     assert table_state(other) == table_state(ours)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("with_rows", [True, False], ids=["rows in the way", "empty tables"])
 @pytest.mark.parametrize(
     "file", ["sparse/00000-of-00001.g0.00.arrow", "sparse/00000-of-00001.json", "model.pt", "extra.pt"]

@@ -8,6 +8,7 @@ import torch
 from support.bank_runs import run
 from support.builders import frozen
 from support.optimizer_runs import by_closure, classes_of, differences
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -49,6 +50,7 @@ class Slower(torch.optim.Adam):
     """An Adam of the user's own."""
 
 
+@mostly_slow()
 @pytest.mark.parametrize("deep", [0, 1])
 @pytest.mark.parametrize(("before", "after", "names"), [(adam, sgd, ("Adam", "SGD")), (sgd, adam, ("SGD", "Adam"))])
 def test_state_of_another_class_is_not_merged_in_and_the_log_says_so(tmp_path, caplog, before, after, names, deep):
@@ -143,6 +145,7 @@ OPTIMIZERS = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("parts", [("large", "small", "top"), ("large",)], ids=["all", "live"])
 @pytest.mark.parametrize(
     ("before", "after"), [("SGD", "momentum"), ("momentum", "SGD"), ("Adam", "amsgrad"), ("amsgrad", "Adam")]
@@ -164,6 +167,7 @@ def test_settings_come_back_where_the_same_class_keeps_more_or_less_of_a_row(tmp
 DECAY = ("weight_decay", "decoupled_weight_decay")
 
 
+@mostly_slow()
 @pytest.mark.parametrize("parts", [("large", "small", "top"), ("large",)], ids=["all", "live"])
 @pytest.mark.parametrize(
     ("before", "after", "stays"),
@@ -245,6 +249,7 @@ def _sparse_adam(model):
 EVERY_OPTIMIZER["SparseAdam"] = _sparse_adam
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_resumed_run_equals_a_straight_one(tmp_path, dtype):
     runs = {name: (make, by_closure) for name, make in EVERY_OPTIMIZER.items()}
@@ -369,6 +374,7 @@ def test_lbfgs_goes_on_where_its_parameters_lie_as_they_did(tmp_path):
     assert frozen(descended(new, 1).model.state_dict()) == frozen(descended(old, 1).model.state_dict())
 
 
+@mostly_slow()
 @pytest.mark.parametrize("options", [{"layers": LAYERS[::-1]}, {"layers": (*LAYERS, "three")}, {"layers": ("one",)}])
 def test_lbfgs_starts_fresh_where_they_do_not_and_the_load_says_so(tmp_path, caplog, options):
     descended(build(tmp_path, make=lbfgs), 2).save("c")

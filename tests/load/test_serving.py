@@ -7,6 +7,7 @@ import torch
 from support.builders import ClickModel, Run, bits, flip_bit, tree
 from support.late_storage import count_bytes
 from support.other_user import another_user, directory_for_all
+from support.sweeps import mostly_slow
 from torch import nn
 
 import recckpt
@@ -35,6 +36,7 @@ def trained(url, **options):
     return run
 
 
+@mostly_slow()
 def test_a_loaded_model_gives_what_the_trained_one_gives(url, caplog):
     run = Run(url, max_keep=3, deltas=True).train(10)
     then = scores(run.model.eval())
@@ -292,6 +294,7 @@ def test_at_one_percent_changed_a_tenth_of_the_bytes_of_a_whole_load_is_more_tha
     assert state_of(standby._model) == state_of(run.model)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("change", ["a row", "another chain", "an older checkpoint", "back to an older one"])
 def test_all_is_read_where_the_chain_or_the_rows_are_others(run, standby, tmp_path, change):
     path = tmp_path / "run"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.builders import OPTIMIZERS, ClickModel, Run, Stream, checkpoints, state_of, table_state
 from support.gate import Gate
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -183,6 +183,7 @@ def failed_in_background(tmp_path, **options):
     return run
 
 
+@mostly_slow()
 @pytest.mark.parametrize("told_by", TOLD_BY)
 def test_an_error_in_the_background_is_told_once_and_saves_work_again(tmp_path, told_by):
     run = failed_in_background(tmp_path)

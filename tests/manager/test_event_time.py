@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support.drawn import drawn
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointManager, CheckpointReader, Saver, list_checkpoints
 from recckpt.output_dir.listing import list_checkpoints as listing_of
@@ -87,6 +88,7 @@ def test_an_event_time_of_a_table_stays_where_nothing_is_restored_and_no_step_gi
     manager.close()
 
 
+@mostly_slow()
 @pytest.mark.parametrize("deltas", [False, True])
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_run_that_is_resumed_before_its_first_event_time_dates_as_one_that_never_stopped(tmp_path, deltas, stop):

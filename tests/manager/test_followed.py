@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support.drawn import drawn
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver
@@ -101,6 +102,7 @@ def test_a_source_is_the_same_one_wherever_the_process_goes(source, tmp_path, mo
     assert follower.reload() == [2]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("change", ["a row", "an erased row", "a new row", "all"])
 def test_all_is_read_where_a_table_has_changed_here(source, follower, change):
     changes = {

@@ -10,6 +10,7 @@ import torch
 from support.builders import tree
 from support.forgetting import LONG, ForgettingRun, files_with, fill, ids_at
 from support.spec_reader import read
+from support.sweeps import mostly_slow
 from support.thread_ranks import on_ranks
 
 import recckpt
@@ -216,6 +217,7 @@ class Around(torch.nn.Module):
         self.user, self.item, self.top = inner["user"], inner["item"], inner["top"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("is_saver_first", [True, False])
 def test_what_was_read_into_a_model_before_others_forgot_is_not_saved_by_a_saver_of_it(root, read, is_saver_first):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.builders import checkpoints, flip_bit
 from support.near_runs import NearRun
+from support.sweeps import mostly_slow
 from support.thread_ranks import on_ranks
 from torch import nn
 
@@ -132,6 +133,7 @@ def test_asking_changes_nothing_of_what_is_due(tmp_path, monkeypatch):
     assert (run.manager.all_steps(), run.manager.should_save()) == ([2], False)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("step", "error"), [(1, ValueError), (-1, ValueError), (10**18, ValueError), ("3", TypeError)])
 def test_a_step_that_the_run_is_past_or_that_is_none_is_refused(run, step, error):
     run.train(2)

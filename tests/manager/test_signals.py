@@ -16,6 +16,7 @@ import pytest
 from support.builders import checkpoints
 from support.paths import PYTHONPATH
 from support.signalled_run import Job, Runs
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -285,6 +286,7 @@ def restored(url):
 SAVING = f"signal {SIGTERM:d}: saving step 3"
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("scene", "job", "code", "said", "step"),
     [
@@ -320,6 +322,7 @@ def test_a_process_does_what_a_signal_asks_after_the_save_and_what_it_leaves_is_
 # two ranks
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("scene", "job", "said"),
     [

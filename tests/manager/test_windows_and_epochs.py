@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.builders import checkpoints
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 from support.thread_ranks import on_ranks
 from torch import nn
 
@@ -76,6 +76,7 @@ def check_taken_up(url, crash_at, policy, options):
     assert again.saved == straight.saved
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("crash_at", "options"), [(6, OPTIONS[1]), (13, OPTIONS[2])])
 def test_a_run_that_is_taken_up_saves_what_it_would_have_saved(memory_url, crash_at, options):
     check_taken_up(memory_url, crash_at, POLICIES[1], options)

@@ -9,6 +9,7 @@ from near.test_near_saves import begun, rows
 from near.test_ranks import near_names, on_hosts, together, trained
 from support.builders import flip_bit
 from support.near_runs import NearRun, parts_of
+from support.sweeps import mostly_slow
 
 from recckpt.near.near_dir import NearStorage
 from recckpt.near.views import look_together
@@ -81,6 +82,7 @@ def errors(caplog):
     return [record.message for record in caplog.records if record.levelname == "ERROR"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("is_known", [True, False], ids=["before it begins", "as it is written"])
 def test_a_host_without_room_for_what_it_lacks_is_named_and_keeps_nothing_of_it(
     tmp_path, caplog, monkeypatch, disk, is_known

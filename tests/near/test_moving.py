@@ -18,6 +18,7 @@ from servers.process import ServerProcess
 from support.drawn import drawn
 from support.near_runs import output_dir
 from support.rank_processes import results, run_script
+from support.sweeps import mostly_slow
 from support.thread_ranks import ThreadGroup, Wire, alone
 
 from recckpt import Near
@@ -407,6 +408,7 @@ def test_a_host_without_room_for_copies_leaves_the_older_near_saves_as_they_are(
     assert saves_on(tmp_path, "a") == saves_on(tmp_path, "b") == [2, 3]
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("copies", "n_warnings"), [(None, 0), (0, 0), (1, 0), (2, 1)])
 def test_that_there_are_fewer_hosts_than_copies_is_said_once(tmp_path, caplog, copies, n_warnings):
     assert on_hosts(tmp_path, ["a", "b"], trained, copies=copies) == [(2, 0, 0)] * 2

@@ -11,6 +11,7 @@ from support.builders import Run, flip_bit, state_of
 from support.gate import Gate
 from support.live_runs import LiveRun
 from support.near_runs import ALL, NearRun, newest_list, output_dir, parts_of
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import CheckpointManager, Near, Saver
@@ -32,6 +33,7 @@ def rows(run):
     return {id_: value for id_, value in run.rows.items() if id_ < 100}
 
 
+@mostly_slow()
 @pytest.mark.parametrize("of", [Run, LiveRun])
 def test_a_restore_takes_the_newest_near_save_with_all_that_a_checkpoint_has(tmp_path, of):
     """Tables of ours, live ones with hooks, and live ones with fingerprints."""

@@ -8,6 +8,7 @@ import pytest
 from near.test_near_saves import begun, rows
 from near.test_ranks import near_names, on_hosts, together, trained
 from support.near_runs import NearRun, output_dir
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt.errors import WriterFencedError
@@ -115,6 +116,7 @@ def test_a_host_to_which_a_restore_brings_files_is_noted(tmp_path):
     assert noted(tmp_path) == ["a", "b", "new"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("content", ["", "{}", "no json"])
 def test_a_damaged_note_is_named_and_written_anew_by_the_next_run(tmp_path, content):
     begun(tmp_path)
@@ -129,6 +131,7 @@ def test_a_damaged_note_is_named_and_written_anew_by_the_next_run(tmp_path, cont
     assert noted(tmp_path) == ["near"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("content", [b"", b"../../x", b"\xff" * 32, b"0" * 40])
 def test_a_host_whose_id_is_damaged_makes_no_near_save_and_says_what_to_do(tmp_path, caplog, content):
     run = begun(tmp_path)

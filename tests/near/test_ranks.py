@@ -49,6 +49,7 @@ def together(parts):
     return whole
 
 
+@mostly_slow()
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_two_ranks_have_saved_is_restored_by_any_number(tmp_path, size):
     assert on_near_ranks(tmp_path, 2, trained) == [(2, 0, 0)] * 2

@@ -5,6 +5,7 @@ import json
 import pytest
 from near.test_near_saves import begun
 from support.near_runs import NearRun
+from support.sweeps import mostly_slow
 
 from recckpt import Deltas
 from recckpt.checkpoint.attempt import Attempt
@@ -30,6 +31,7 @@ def test_a_checkpoint_takes_the_place_of_a_near_save_that_is_too_large(tmp_path)
     assert run.counts == (0, 0, 12)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("on_save_error", ["raise", "warn"])
 def test_one_that_fails_is_tried_again_only_after_as_many_steps(tmp_path, monkeypatch, on_save_error):
     run = NearRun(tmp_path, deltas=HALF, on_save_error=on_save_error)

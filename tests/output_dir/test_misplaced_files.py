@@ -68,6 +68,7 @@ def some(number, name, kind):
     return pytest.param(name, kind, marks=() if is_quick else pytest.mark.slow)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("name", "kind"), [some(number, name, kind) for number, name in enumerate(OF_CHECKPOINT) for kind in KINDS]
 )
@@ -84,6 +85,7 @@ def test_in_the_place_of_a_file_of_a_checkpoint_it_is_damage_that_says_what_is_t
         run.manager.restore(20)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_place_of_intent_verify_says_so_and_the_rest_goes_on(runs, kind):
     put(kind, runs / "ckpt_20" / "INTENT")
@@ -124,6 +126,7 @@ def test_an_export_of_what_is_whole_skips_it(runs, kind, tmp_path):
     assert kind in str(done.skipped)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", [".recckpt", ".recckpt/owner", ".recckpt/pins", "ckpt_20"])
 def test_a_directory_that_is_a_link_out_is_neither_read_nor_written(runs, tmp_path, name, caplog):
     outside, place = tmp_path / "outside", runs / name

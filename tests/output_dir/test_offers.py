@@ -9,6 +9,7 @@ import pytest
 from support.delta_runs import rows_of, run_with_chain
 from support.spec_reader import counting
 from support.spec_writer import write_delta
+from support.sweeps import mostly_slow
 
 from recckpt.errors import WriterFencedError
 from recckpt.format import layout, manifest
@@ -130,6 +131,7 @@ def test_an_offer_goes_when_another_owner_takes_over_and_not_before(run, fence):
     assert run.list_files(directory) == ["notes.txt"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

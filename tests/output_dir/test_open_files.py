@@ -369,6 +369,7 @@ def commands(memory_url, monkeypatch, capsys):
     return command
 
 
+@mostly_slow()
 @pytest.mark.parametrize("args", [["head", "t"], ["get", "u", "50"], ["head", "u", "-n", "1000"]])
 def test_a_command_reads_what_is_there_by_then(commands, memory_url, args):
     for step, saves in ((1, 0), (4, 3)):

@@ -13,6 +13,7 @@ from support.delta_runs import rows_of, run_with_chain
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_compacted, write_delta
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver
@@ -116,6 +117,7 @@ def test_a_link_in_place_of_a_checkpoint_is_left_alone(tmp_path):
     assert [c.ckpt_id for c in list_checkpoints(other).committed] == ["a"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("method", ["remove", "list_files", "remove_empty_dirs", "sync_dir"])
 def test_a_failed_removal_is_logged_and_done_at_the_next_time(storage, monkeypatch, caplog, method):
     save(storage, "a", "b")
@@ -170,6 +172,7 @@ def test_leftovers_are_attempts_without_a_manifest_of_writers_that_are_through(s
     assert sorted(attempt_dirs(storage)) == ["b", "c", "mine"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("n_removed", range(4))
 def test_a_deletion_that_is_cut_short_brings_back_nothing_that_was_overwritten(tmp_path, monkeypatch, n_removed):
     table = HashTable(2, name="item")
@@ -293,6 +296,7 @@ def test_a_delta_that_cannot_be_removed_keeps_what_it_stands_on(local, monkeypat
     assert attempt_dirs(local) == ["e"]
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("max_keep", "at_8", "at_9"), [(1, "5 6 7 8", "9"), (2, "1 2 3 4 5 6 7 8", "5 6 7 8 9")])
 def test_a_run_with_deltas_keeps_whole_chains_one_or_two_of_them(tmp_path, max_keep, at_8, at_9):
     run = Run(tmp_path, interval=1, max_keep=max_keep, deltas=Deltas(full_every=3, max_dirty=1, max_chain_bytes=1000))
@@ -376,6 +380,7 @@ def leave(root, directory, epoch=1):
         sink.write(b"half")
 
 
+@mostly_slow()
 @pytest.mark.parametrize("fault", ["EIO", "torn"])
 def test_a_dead_save_that_cannot_be_told_is_passed_over_named_and_removed(tmp_path, caplog, broken, fault):
     Run(tmp_path, interval=5).train(5)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.paths import PYTHONPATH
 from support.rank_processes import results, run_script
+from support.sweeps import mostly_slow
 
 from recckpt.parallel.process_group import ReusedBuffer
 
@@ -35,12 +36,14 @@ def test_the_threads_of_a_group_end_before_the_interpreter_does_and_ranks_reach_
     assert "the interpreter is ending" in error
 
 
+@mostly_slow()
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 def test_the_end_does_not_wait_for_a_rank_that_is(way, tmp_path):
     before, after = said_at_the_end(tmp_path, way)
     assert after < before
 
 
+@mostly_slow()
 @pytest.mark.parametrize("way", ["under_way", "interrupted"])
 def test_a_group_is_left_open_where_closing_it_would_wait_for_a_collective_that_is(way, tmp_path):
     before, after = said_at_the_end(tmp_path, way)

@@ -294,6 +294,7 @@ def results_of(two_ranks, scene):
     return [results[scene] for results in two_ranks[1]]
 
 
+@pytest.mark.slow
 def test_a_saver_that_is_gone_leaves_no_connections_and_one_goes_on_where_the_ranks_have_met_again(two_ranks):
     assert results_of(two_ranks, "save_with_many_savers") == [0, 0]
     assert results_of(two_ranks, "meet_again") == ["b", "b"]

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 from support.rank_processes import results, run_script
+from support.sweeps import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -72,6 +73,7 @@ def makers(files):
     return [loader, of_files]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("kind", [0, 1], ids=["loader", "files"])
 @given(st.booleans(), st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=4), st.integers(0, 3))
 def test_each_sample_of_an_epoch_is_used_once_over_restarts_with_other_ranks(files, kind, shuffle, lives, seed):
@@ -89,6 +91,7 @@ def test_each_sample_of_an_epoch_is_used_once_over_restarts_with_other_ranks(fil
     assert sorted(used) == list(range(57))
 
 
+@mostly_slow()
 @pytest.mark.parametrize("kind", [0, 1], ids=["loader", "files"])
 @pytest.mark.parametrize("n_used", [0, 1, 5, 14, 15, 16, 40])
 def test_as_many_ranks_go_on_with_the_batches_that_would_have_come(files, kind, n_used):
@@ -159,6 +162,7 @@ def read_statefully(data, batches):
     return torchdata.StatefulDataLoader(data, batch_sampler=batches, num_workers=1)
 
 
+@mostly_slow()
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("read", [read_by_workers, read_statefully])
 def test_workers_that_read_ahead_leave_the_position_at_the_batches_that_were_given(read):
@@ -302,6 +306,7 @@ def test_files_are_read_by_their_url(files):
     assert [batch.num_rows for batch in ElasticFiles([f"file://{files[0]}"], 19)] == [19]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("read", [None, read_by_workers], ids=["no workers", "workers"])
 def test_a_run_goes_on_as_if_it_had_not_stopped_with_the_random_numbers_that_it_draws(tmp_path, read):
     def run(root, *, steps):

@@ -100,6 +100,7 @@ def test_the_newest_is_compacted_where_none_is_named(run, owner):
     check_adopted(run, owner, done.directory)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("executor", [lambda: ThreadPoolExecutor(3), InTurn], ids=["threads", "in turn"])
 def test_any_executor_does_the_work_in_many_parts(run, owner, many_parts, executor):
     with executor() as workers:
@@ -329,6 +330,7 @@ def directories(url) -> set[str]:
     return {c.directory for c in list_checkpoints(open_storage(url)).committed}
 
 
+@mostly_slow()
 def test_a_delta_is_restored_from_what_it_was_compacted_into(url):
     run = Run(url, deltas=DELTAS, max_keep=None).train(30)
     saved, storage = state_of(run), open_storage(url)

@@ -42,6 +42,7 @@ def to(tmp_path):
     return tmp_path / "to"
 
 
+@mostly_slow()
 def test_all_checkpoints_are_copied_byte_for_byte_and_a_second_pass_copies_nothing(run, url):
     to = f"{url}-mirror"
     done = recckpt.rewrite.mirror(run, to)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -142,6 +143,7 @@ def test_a_number_that_the_narrower_dtype_does_not_hold_fails_the_save(tmp_path)
     assert saver.save("b").rows == 10
 
 
+@mostly_slow()
 @pytest.mark.parametrize("bloom", [None, Bloom(capacity=1000, error=0.01)])
 @pytest.mark.parametrize(
     "options",

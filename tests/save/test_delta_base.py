@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import spec_reader
 from support.builders import Run, state_of
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import Deltas
@@ -53,6 +54,7 @@ def test_a_restored_run_goes_on_with_deltas(tmp_path):
     assert save(later.train(1)).parent.ckpt_id == record.ckpt_id
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("resume", "kind"),
     [

@@ -200,6 +200,7 @@ def test_a_second_saver_counts_by_itself(training):
     assert held(training.save("c")) == (10, 0, False)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_where_the_base_is_gone_the_save_is_full_at_once(training, caplog, is_emptied):
     training.save("a")

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -145,6 +146,7 @@ def test_parameters_that_begin_to_train_later_are_said_then(tmp_path, model, sai
     assert saver.save("d").training.unsaved == Unsaved(parameters=("dense.bias",))  # the other one is frozen by now
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}), (torch.optim.LBFGS, {})],
@@ -349,6 +351,7 @@ def step_lr(optimizer):
 SCHEDULERS = {"torch": step_lr, "timm": Warmup}
 
 
+@mostly_slow()
 @pytest.mark.parametrize("of", ["dense_optim", "sparse_optim"])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_a_scheduler_that_is_not_registered_is_said_once_and_a_restore_says_it_too(tmp_path, model, said, make, of):
@@ -462,6 +465,7 @@ REGISTERED = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("make", REGISTERED.values(), ids=REGISTERED)
 def test_a_scheduler_that_is_saved_is_not_missed(tmp_path, model, silent, make):
     dense, sparse, saver = saver_of(model, tmp_path)
@@ -719,6 +723,7 @@ def test_optimizers_get_no_hooks_and_hear_nothing_of_savers(tmp_path, model):
     assert hooks() == before
 
 
+@mostly_slow()
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
 def test_a_registered_optimizer_that_rests_is_not_stale_while_no_other_one_trains(tmp_path, model, silent, kind):
     dense = kind(model.dense.parameters(), lr=0.1)

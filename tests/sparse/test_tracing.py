@@ -182,6 +182,7 @@ UNDISTURBED = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("call", UNDISTURBED.values(), ids=UNDISTURBED)
 def test_what_only_calls_a_table_is_not_disturbed(call):
     model, expected = Called(), Called()

@@ -46,6 +46,7 @@ def test_preparing_makes_the_root_and_leaves_nothing_in_it(url):
     assert (storage.list_files(""), storage.list_dirs()) == ([], [])
 
 
+@mostly_slow()
 def test_a_file_comes_back_as_it_was_written_though_empty_and_a_hashing_sink_sees_every_byte(storage):
     with storage.create("ckpt_1/sparse/x") as sink:
         assert sink.write(b"ab") == 2
@@ -193,6 +194,7 @@ def test_a_directory_is_made_once_and_can_be_synced(storage):
     storage.sync_dir("")
 
 
+@mostly_slow()
 def test_directories_and_files_are_listed_with_their_sizes(storage):
     contents = {"x": b"abc", "sub/y": b"", "sub/deeper/z": b"z" * 10_000}
     for name, data in contents.items():

@@ -106,6 +106,7 @@ def test_verify_and_readers_read_once_more_too(memory_url, flips, file):
     assert (flips["g0.00.arrow"], flips["model.pt"]) == (0, 0)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     "query",
     [

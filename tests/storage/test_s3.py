@@ -61,6 +61,7 @@ def test_an_error_gives_the_parts_of_a_large_object_up(storage, error):
     assert unfinished(storage) == []
 
 
+@pytest.mark.slow
 def test_a_large_object_that_nobody_closes_is_never_published(storage):
     sink = storage.create("d/x")
     for _ in range(3):
@@ -83,6 +84,7 @@ def test_a_large_object_does_not_take_the_place_of_another(storage):
     assert storage.read("d/x", 10) == b"first"
 
 
+@pytest.mark.slow
 def test_a_large_draft_is_sealed_in_parts_and_replaces_at_the_end(storage):
     storage.replace("d/x", b"first")
     with storage.draft("d/x") as draft:

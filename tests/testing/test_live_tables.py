@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from support.broken_contracts import broken
 from support.fake_fbgemm import SplitTableBatchedEmbeddingBagsCodegen, look_up
+from support.sweeps import mostly_slow
 from torch import nn, optim
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -262,6 +263,7 @@ WRONG = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("table", "name"), WRONG.items(), ids=[table.__name__ for table in WRONG])
 def test_the_contract_finds_a_wrong_table(table, name, tmp_path):
     assert broken(type("Wrong", (TestCounts,), {"table": table}), tmp_path, only=name) == [name]

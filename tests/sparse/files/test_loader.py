@@ -312,6 +312,7 @@ def narrow(values):
     buckets[0] += 1
 
 
+@pytest.mark.slow
 def test_loading_needs_little_memory_beyond_the_table(local):
     saved = empty("t", shape=64)
     saved.insert(torch.arange(100_000), torch.ones(100_000, 64))
@@ -346,6 +347,7 @@ class Passes(list):
         return super().__iter__()
 
 
+@mostly_slow()
 @pytest.mark.parametrize("n_tables", [5, 40])
 def test_tables_are_gone_through_and_parts_opened_as_often_however_many_there_are(storage, monkeypatch, n_tables):
     save_tables(storage, [filled(f"t{n}", range(40)) for n in range(n_tables)], concurrency=1)

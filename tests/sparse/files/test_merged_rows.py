@@ -115,6 +115,7 @@ def merging_url(request, tmp_path_factory):
         yield "memory://merged-rows" if request.param == "read" else str(tmp_path_factory.mktemp("merged"))
 
 
+@mostly_slow()
 @settings(deadline=None, max_examples=15)
 @given(LINKS, st.sampled_from([2000, 6000, 1 << 20]), st.sets(st.sampled_from([0, 7, 8, 20_000, N_BUCKETS])))
 def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(
@@ -255,7 +256,7 @@ def peak_of(chain, budget_bytes) -> int:
         pa.set_memory_pool(before)
 
 
-@mostly_slow()
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_bytes", [2 << 20, 5 << 20])
 def test_memory_stays_within_the_budget_and_one_batch(wide, budget_bytes):
     batch_bytes, books_bytes = 500 * 1032, 3 * 8 * N_BUCKETS

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 from support.forge import Forge, empty, filled, load, parts_of, save_tables
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
@@ -249,6 +249,7 @@ FAULTS = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_part_of_another_schema_is_refused_though_all_checksums_hold(storage, fault):
     save_tables(storage, [filled("item", range(5))], concurrency=1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.foreign import ForeignTable
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointManager, Saver
 from recckpt.policies.evict import LowCount, Unseen
@@ -122,6 +123,7 @@ def test_rows_of_a_checkpoint_that_counted_nothing_are_not_taken_for_rows_that_w
     assert dates(table, "count") == {0: 4, 1: 3, 2: 3}
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("there", "here"), [(50, 0), (6, 300), (50, 300)])
 def test_rows_of_another_run_keep_their_age_in_the_steps_of_this_one(tmp_path, there, here):
     saved(tmp_path / "other", there, track=("step",))

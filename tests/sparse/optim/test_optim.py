@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.sweeps import mostly_slow
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -84,6 +85,7 @@ def same(a: HashTable, b: HashTable) -> bool:
 # The rules
 
 
+@mostly_slow()
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own Adagrad
 @pytest.mark.parametrize(("ours", "theirs", "options"), SAME_RULE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -526,6 +528,7 @@ def test_a_state_dict_is_small_plain_and_loads_with_weights_only(rule, tmp_path)
     assert (tmp_path / "state.pt").stat().st_size < 5000
 
 
+@mostly_slow()
 @pytest.mark.parametrize("rule", ALL)
 @pytest.mark.parametrize("order", [1, -1])
 def test_training_resumes_bit_for_bit(rule, order):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt.sparse import Constant, HashTable, SparseSGD
@@ -45,6 +46,7 @@ def check_equal(table, bag, ours, theirs):
     torch.testing.assert_close(grads_of(table), bag.weight.grad)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("mode", MODES)
 @settings(deadline=None, max_examples=40)
 @given(bags=BAGS)

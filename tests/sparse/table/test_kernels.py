@@ -183,6 +183,7 @@ def test_where_neither_home_nor_package_can_be_written_loops_are_compiled_and_on
     assert "NUMBA_CACHE_DIR" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_full_costs_the_time_of_compiling_alone(tmp_path):
     done = first_loop(Path(recckpt.__file__).parents[1], "--full", NUMBA_CACHE_DIR=str(tmp_path))
     assert done.stdout.startswith("[5] [2.] 0 "), done.stderr

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from support.rooms import on_ranks
+from support.sweeps import mostly_slow
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -116,6 +117,7 @@ def train(model, optimizer, ids):
     optimizer.zero_grad()
 
 
+@mostly_slow()
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("size", "make"), [*((1, make) for make in KINDS), *((2, make) for make in KINDS[2:])])
 def test_a_frozen_table_stays_as_it_is_and_a_thawed_one_goes_on(size, make, way):

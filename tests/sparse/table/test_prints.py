@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sources import read_column
+from support.sweeps import mostly_slow
 
 from recckpt.errors import MissedRowsError
 from recckpt.live.attached import AttachedTable
@@ -34,6 +35,7 @@ def prints_of(table):
     return fingerprints(table.store.snapshot("t"))
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dim", [1, 3, 8, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_a_bit_of_a_row_changes_its_print_and_no_other(dim, dtype):

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from support.builders import OPTIMIZERS
 from support.forge import rows_of, written_parts
 from support.stepped import Counting, Stepped, halt_where_columns_are_read
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 from support.thread_ranks import no_others
 from torch import nn
 
@@ -402,6 +402,7 @@ def fire(url: str, saves: int, n_rows: int, optimizer: str) -> Counter:
     return seen
 
 
+@mostly_slow()
 @pytest.mark.parametrize("optimizer", ["adagrad", "adamw"])
 def test_saves_beside_training_hold_the_rows_of_their_moment(memory_url, optimizer):
     seen = fire(memory_url, 4, 20_000, optimizer)
