@@ -243,7 +243,7 @@ def a_row_less(columns):
 def test_rows_that_are_not_those_of_the_chain_are_not_offered(run, monkeypatch, fault):
     real = merged_rows.RowBatch.of
     monkeypatch.setattr(merged_rows.RowBatch, "of", lambda table, slots, columns: real(table, slots, fault(columns)))
-    not_offered(run, "other rows than its source has")
+    not_offered(run, "rows that differ from the source")
 
 
 def test_a_table_is_cut_into_one_range_a_part(run, many_parts):

@@ -1,8 +1,8 @@
-"""The Arrow form of a part (docs/format.md, section 5): its columns, and where their values lie.
+"""The Arrow layout of a part file (docs/format.md, section 5): its columns and their byte positions.
 
-Arrow's own description of a batch is never interpreted: it could declare the values compressed, and a file of 100 kB
-would demand gigabytes before anything could be checked. Instead a body must have the length that its rows and slots
-give, and values are read at the places that follow from this.
+The flatbuffer metadata of a batch is never interpreted: it could declare compressed values, and a file of 100 kB could
+then ask for gigabytes before any check. Instead, the body must have the length that the numbers of rows and slots
+imply, and values are read at the offsets that follow from those numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from recckpt.format.catalog import Part
 from recckpt.format.tensor_index import widened
 from recckpt.types import SlotSpec
 
-TABLE, ID = "table", "id"  # part of the format
-DTYPE_KEY = b"recckpt.dtype"  # part of the format
+TABLE, ID = "table", "id"  # column names; part of the file format
+DTYPE_KEY = b"recckpt.dtype"  # metadata key of a column; part of the file format
 _ARROW = {
     "float16": pa.float16(),
     "bfloat16": pa.uint16(),
@@ -36,10 +36,10 @@ _ARROW = {
 }
 _TABLE_TYPE = pa.dictionary(pa.int16(), pa.utf8())
 ID_SPEC = SlotSpec(ID, "int64", ())
-Read = Callable[[int, int], bytes | memoryview]  # the bytes of a file in [begin, end), fewer where it ends before
+Read = Callable[[int, int], bytes | memoryview]  # reads bytes [begin, end) of a file; stops at the end of the file
 _Bytes = TypeVar("_Bytes", int, npt.NDArray[np.int64])
-FIRST = 8  # the first message comes after the magic
-PREFIX = struct.Struct("<ii")  # before each message: -1, and the length of its description
+FIRST = 8  # offset of the first message, behind the magic bytes
+PREFIX = struct.Struct("<ii")  # begins each message: -1, and the length of the message's metadata
 
 
 def slot_field(slot: SlotSpec) -> pa.Field:
@@ -60,7 +60,7 @@ def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
 
 
 def names_array(ends: bytes, names: bytes) -> pa.Array:
-    """Return joined names as an Arrow array. ``pa.array`` would import pandas if it is installed."""
+    """Return joined names as an Arrow array, without ``pa.array``, which imports pandas if pandas is installed."""
     return pa.Array.from_buffers(pa.utf8(), len(ends) // 4 - 1, [None, pa.py_buffer(ends), pa.py_buffer(names)])
 
 
@@ -98,10 +98,10 @@ def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:
 
 
 class PartLayout:
-    """Where the columns of each batch lie: a part is a sequence of messages (schema, names of tables, batches).
+    """Byte positions of the columns of each batch in a part: a sequence of messages (schema, table names, batches).
 
-    The descriptions of all batches have one length, so a batch is found without reading the others. ``widths`` maps
-    columns, in file order, to bytes of a row. Raises ValueError if the file does not begin with such messages.
+    The metadata of every batch has the same length, so the position of a batch follows without reading the others.
+    ``widths`` maps columns, in file order, to bytes per row. Raises ValueError if the file has no such messages.
     """
 
     def __init__(self, read: Read, widths: Mapping[str, int], part: Part) -> None:
@@ -110,7 +110,7 @@ class PartLayout:
         self._names_at = _body_of(read, _body_of(read, FIRST))
         self._first = self._names_at + len(self._names)
         if (n_bytes := _description_bytes(read, self._first)) < 0:
-            raise ValueError(f"names of tables in other than {len(self._names)} bytes: compressed, or other names")
+            raise ValueError(f"a dictionary of other than {len(self._names)} bytes: compressed, or of other tables")
         self._ends = part.batch_ends(tuple(widths.values()), PREFIX.size + n_bytes)
 
     def other_names(self) -> list[str] | None:
@@ -124,24 +124,24 @@ class PartLayout:
             yield name, body + begin, body + end
 
     def check_length(self, number: int, read: Read) -> None:
-        """Raise ValueError unless a message, or the end of all, follows the batch; ``read`` reaches that far."""
+        """Raise ValueError unless another message or the end marker follows the batch; ``read`` must reach it."""
         if _description_bytes(read, self.end(number)) < 0:
             n_bytes = _body_bytes(self._widths, self._part.batches[number].rows)
-            raise ValueError(f"a body of other than {n_bytes} bytes: compressed, with nulls, or of other rows")
+            raise ValueError(f"a body of other than {n_bytes} bytes: compressed, with nulls, or with other rows")
 
     def end(self, number: int) -> int:
         return self._first + int(self._ends[number])
 
 
 def unlisted_batches(data: memoryview) -> Iterator[tuple[list[str], dict[str, memoryview]]]:
-    """Yield (names of tables, column -> values) of a part without a catalog; refuse bodies of no number of rows."""
+    """Yield (table names, column -> values) of a part without a catalog; refuse bodies that fit no number of rows."""
     reader = pa.ipc.open_file(pa.py_buffer(data))
     widths, names = {field.name: _width(field.type) for field in reader.schema}, list[str]()
     if missing := {TABLE, ID} - widths.keys():
         raise ValueError(f"no column {sorted(missing)}")
     source, n_left = pa.BufferReader(pa.py_buffer(data)[FIRST:]), reader.num_record_batches
     while n_left:
-        message = pa.ipc.read_message(source)  # it does not look into the body
+        message = pa.ipc.read_message(source)  # pyarrow does not interpret the body here
         body = memoryview(message.body)
         if message.type == "dictionary":
             names = names_in(body)
@@ -155,7 +155,7 @@ def _count_of_rows(body: memoryview, widths: Mapping[str, int]) -> int:
     for n_rows in range(most, max(0, most - 8 * len(widths)) - 1, -1):
         if _body_bytes(widths, n_rows) == len(body):
             return n_rows
-    raise ValueError(f"a body of {len(body)} bytes, which no number of rows has: compressed, or with nulls")
+    raise ValueError(f"a body of {len(body)} bytes, which fits no number of rows: compressed, or with nulls")
 
 
 def _places(widths: Mapping[str, int], n_rows: int) -> Iterator[tuple[str, int, int]]:
@@ -177,13 +177,13 @@ def _width(kind: pa.DataType) -> int:
 
 
 def names_in(body: bytes | memoryview, count: int | None = None) -> list[str]:
-    """Return ``count`` names from a dictionary, by default as many as its length implies; replace what is not UTF-8."""
+    """Return ``count`` names of a dictionary (default: the count that its length implies); replace invalid UTF-8."""
     ends = np.frombuffer(body, "<i4", len(body) // 4 if count is None else count + 1).tolist()
     if count is None:
         fits = (n for n, end in enumerate(ends) if padded(4 * (n + 1)) + padded(end) == len(body))
         count = next(fits, None)
         if count is None:
-            raise ValueError(f"names of tables in {len(body)} bytes: compressed, or torn")
+            raise ValueError(f"a dictionary of table names with {len(body)} bytes: compressed, or torn")
     ends, names = ends[: count + 1], bytes(body[padded(4 * (count + 1)) :])
     return [names[begin:end].decode(errors="replace") for begin, end in pairwise(ends)]
 
@@ -195,7 +195,7 @@ def _body_of(read: Read, at: int) -> int:
 
 
 def _description_bytes(read: Read, at: int) -> int:
-    """Return the length of the description of the message at ``at``; 0 at the end of all, -1 if there is no message."""
+    """Return the metadata length of the message at ``at``: 0 at the end marker, -1 if no message begins there."""
     prefix = read(at, at + PREFIX.size)
     mark, n_bytes = PREFIX.unpack(prefix) if len(prefix) == PREFIX.size else (0, 0)
     return int(n_bytes) if mark == -1 else -1

@@ -1,4 +1,4 @@
-"""The catalogs of a checkpoint, compared with its manifest, and which of them may have rows (no torch here)."""
+"""Reads catalogs, compares them with the manifest, and selects those that may have rows of ids (no torch here)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recckpt.storage.base import Files
 
 
 class IdSet:
-    """Distinct sorted ids, and which batches and shards may have any of them."""
+    """Distinct sorted ids, which can be tested against the buckets and id ranges of batches and shards."""
 
     def __init__(self, ids: npt.NDArray[np.int64]) -> None:
         self.ids = ids
@@ -30,7 +30,7 @@ class IdSet:
         self._buckets = distinct(self._of_ids)
 
     def meets(self, buckets: tuple[int, int], ids: IdRange | None) -> bool:
-        """Say whether any id lies both in buckets [begin, end) and in a range of ids; None for all ids."""
+        """Say whether an id lies in buckets [begin, end) and in the id range ``ids``; None stands for all ids."""
         at = np.searchsorted(self._buckets, buckets[0])
         if at == len(self._buckets) or self._buckets[at] >= buckets[1]:
             return False
@@ -50,7 +50,7 @@ def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int
 
 
 def shards_with(manifest: Manifest, table: TableEntry, ids: IdSet) -> list[int]:
-    has_deletes = table.delta is not None and table.delta.deletes > 0  # manifests have no ranges of deletes
+    has_deletes = table.delta is not None and table.delta.deletes > 0  # a manifest has no id ranges of deletes
     met = []
     for number, shard in enumerate(manifest.shards):
         ranges = None if has_deletes else shard.ids
@@ -61,11 +61,11 @@ def shards_with(manifest: Manifest, table: TableEntry, ids: IdSet) -> list[int]:
 
 
 def read_catalog(checkpoint: Checkpoint, storage: Files, number: int) -> Catalog:
-    """Return the catalog of a shard; CorruptCheckpointError if it is damaged or differs from the manifest."""
+    """Return the catalog of a shard. Raises CorruptCheckpointError if it is damaged or differs from the manifest."""
     manifest, directory = checkpoint.manifest, checkpoint.directory
     shard = manifest.shards[number]
     entry = manifest.file(shard.catalog)
-    assert entry is not None  # the manifest was checked for that
+    assert entry is not None  # decoding the manifest has checked that each shard's catalog is listed
     data = read_checked(storage, directory, entry, catalogs.MAX_BYTES)
     catalog = catalogs.decode(data, layout.join(directory, shard.catalog), manifest, number)
     for error in shard_errors(directory, catalog, shard):
@@ -111,6 +111,6 @@ def count_error(directory: str, table: str, recorded: int, counted: int) -> Corr
 
 
 def meets(part: Part, slices: Collection[Slice | None]) -> bool:
-    """Say whether a part may have rows of slices; None is the slice of all ids."""
+    """Say whether a part may have rows of any of the slices; None stands for the slice of all ids."""
     buckets = [batch.buckets for batch in part.batches]
     return any(own is None or own.is_everything or any(own.meets(*span) for span in buckets) for own in slices)

@@ -1,6 +1,6 @@
-"""One table of a checkpoint, over all links of its chain: all rows, or those of ids (no torch here).
+"""Reads one table over all links of a checkpoint chain: all rows, or the rows of some ids (no torch here).
 
-Damage, an id twice in a link and missing rows are a CorruptCheckpointError.
+Damage, an id that occurs twice in a link, and missing rows raise CorruptCheckpointError.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _NOTHING = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class ChainTable:
-    """Reads a table from its links, newest first; the last link holds all rows unless stated otherwise."""
+    """Reads a table from its links, newest first. The last link must hold all rows, except for ``upserts``."""
 
     links: Sequence[TableReader]
 
     def all_rows(self, slots: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield all rows, in bucket order; of a single link, in bucket order within each shard."""
+        """Yield all rows in bucket order; with a single link, in bucket order within each shard only."""
         links = self._links_with(slots)
         return links[0].all_rows() if len(links) == 1 else merged_rows(links, _MERGE_BYTES)
 
     def upserts(self, slots: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the newest row of each id in these links; the last link need not be a full."""
+        """Yield the newest row of each id in these links; the last link may be a delta."""
         links = self._links_with(slots)
         return map(in_arrow, merged_range(links, (0, N_BUCKETS), _MERGE_BYTES)) if links else iter(())
 
     def deletes(self) -> Iterator[Int64s]:
-        """Yield the ids that these links delete; none if a link is whole, since then nothing older counts."""
+        """Yield the ids that these links delete; none if a link is whole, because a whole link hides older ones."""
         is_whole = any(link.entry.is_whole for link in self.links)
         return iter(()) if is_whole else deleted_ids(self._links_with(()), _MERGE_BYTES)
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ids, which are sorted and distinct; batches that cannot hold them are not read."""
+        """Yield the rows of sorted, distinct ids; skip batches whose buckets or id range exclude all of these ids."""
         if len(self.links) == 1:
             return self.links[0].rows_of(ids)
         return (batch for link, _, _ in newest(map(AskedTable, self.links), ids) for batch in link.batches)
@@ -63,14 +63,14 @@ class ChainTable:
 
 
 class AskedTable:
-    """One link of a table, asked for ids; ``batches`` are the rows found so far."""
+    """One link of a table that is searched for ids; ``batches`` collects the rows that it has."""
 
     def __init__(self, link: TableReader) -> None:
         self._link = link
         self.batches: list[pa.RecordBatch] = []
 
     def find(self, ids: Int64s) -> Int64s:
-        """Read the rows of sorted ids; return the place of each, ABSENT or DELETED."""
+        """Read the rows of sorted ids. Return the position of each id, or ABSENT or DELETED."""
         sought, shards = IdSet(ids), []
         for catalog in self._link.catalogs:
             batches = list(replace(self._link, catalogs=[catalog]).rows_of(ids))
@@ -84,17 +84,17 @@ class AskedTable:
 
 
 class RowIndex:
-    """The sorted ids of one link of a table; takes 16 bytes a row. Thread-safe.
+    """The sorted ids of one link of a table, in 16 bytes of memory per row. Thread-safe.
 
-    All ids are read and checked at once, values when they are first needed. A batch is checked once if the storage has
-    maps, otherwise at each read.
+    The constructor reads and checks all ids; values are read when they are first needed. On a storage with memory maps
+    each batch is checked once, on other storages at each read.
     """
 
     def __init__(self, table: TableReader) -> None:
         self._table, self._readers = table, LinkBatches(table.storage, table.directory)
-        # Batches of rows, each with the columns of it that have been checked, as far as they can be kept.
+        # Batches of rows, each with its checked columns; without memory maps no column is kept.
         self._batches: list[tuple[Part, int, dict[str, npt.NDArray[Any]]]] = []
-        shards = []  # the ids of the rows of each, in the order of its batches, and its deletes
+        shards = []  # per shard: the ids of its rows in batch order, and its deleted ids
         only_ids = replace(table, slots=())
         for catalog in table.catalogs:
             rows = [_NOTHING]
@@ -110,16 +110,16 @@ class RowIndex:
         self._named = LinkIds(ids[self._places], (some for _, some in shards))
 
     def find(self, ids: Int64s) -> Int64s:
-        """Return the row of each id; ABSENT if the link does not name it, DELETED if it deletes it."""
+        """Return the row number of each id: ABSENT if the link does not name the id, DELETED if it deletes the id."""
         rows = self._named.find(ids)
         has_row = rows >= 0
         rows[has_row] = self._places[rows[has_row]]
         return rows
 
     def values(self, rows: Int64s, slot: SlotSpec) -> npt.NDArray[Any]:
-        """Return a slot of some rows, shape (n, *slot_shape); bfloat16 as its bits in uint16.
+        """Return a slot's values in these rows, shape (n, *slot_shape); bfloat16 as its bits in uint16.
 
-        Without maps it raises CheckpointRemovedError if the writer has removed the file.
+        Raises CheckpointRemovedError on a storage without memory maps if the writer has removed the file.
         """
         out = np.empty((len(rows), *slot.shape), stored_dtype(slot))
         order = np.argsort(rows)
@@ -143,11 +143,11 @@ class RowIndex:
 
 
 class AlignedRows(NamedTuple):
-    """One row for each id that was asked for.
+    """One row per requested id.
 
     Attributes:
         values: shape (ids, *slot_shape).
-        found: shape (ids,): which ids the table has.
+        found: shape (ids,), True where the table has the id.
     """
 
     values: npt.NDArray[Any]
@@ -155,9 +155,9 @@ class AlignedRows(NamedTuple):
 
 
 def aligned_rows(links: Iterable[RowIndex], table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
-    """Return a slot of the rows of ids, in their order. A link is asked only for ids that no newer link names.
+    """Return a slot's values for ids, in the order of ``ids``. Older links are searched only for ids still missing.
 
-    Raises ValueError if ``default`` is not a value or a row of the slot; otherwise as :meth:`RowIndex.values`.
+    Raises ValueError if ``default`` is neither a value nor a row of the slot, and what :meth:`RowIndex.values` raises.
     """
     values, is_known = rows_of_default(default, len(ids), table, slot), np.zeros(len(ids), np.bool_)
     for link, here, rows in newest(links, ids):
@@ -187,7 +187,7 @@ def _converted(default: Any, slot: SlotSpec, dtype: np.dtype[Any]) -> npt.NDArra
         is_held = bool((row == np.floor(row)).all() and (row >= limits.min).all() and (row <= limits.max).all())
     if not is_held:
         raise ValueError(f"not of {slot.dtype}")
-    with np.errstate(over="ignore"):  # refused below
+    with np.errstate(over="ignore"):  # values that overflow are refused below
         converted = row.astype(dtype)
     if dtype.kind == "f" and (np.isinf(converted) & np.isfinite(row)).any():
         raise ValueError(f"beyond {slot.dtype}")
@@ -195,13 +195,13 @@ def _converted(default: Any, slot: SlotSpec, dtype: np.dtype[Any]) -> npt.NDArra
 
 
 def as_ids(ids: Any) -> Int64s:
-    """Return ids as an array; TypeError for floats, strings and booleans, which numpy would convert."""
+    """Return ids as an array. Raises TypeError for floats, strings and booleans, which numpy would convert."""
     if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:
         return ids
     try:
         numbers = ids if isinstance(ids, list) else list(ids)
         if bool in set(map(type, numbers)) or str(getattr(ids, "dtype", "")) in ("bool", "torch.bool"):
-            raise TypeError("True and False are no ids")
+            raise TypeError("True and False are not ids")
         return np.fromiter(map(index, numbers), np.int64, len(numbers))
     except (TypeError, OverflowError) as error:
         raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error

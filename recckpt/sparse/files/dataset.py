@@ -1,4 +1,4 @@
-"""A table as an Arrow dataset to query: its parts, or the merged rows of a chain (no torch here)."""
+"""Gives a table as an Arrow dataset that can be queried: its part files, or the merged rows of a chain (no torch)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ReadRows = Callable[[pa.Schema, ds.Expression | None], Iterator[pa.RecordBatch]]
 def shards_that_meet(
     shards: Sequence[Catalog], table: str, schema: pa.Schema, condition: ds.Expression | None
 ) -> Sequence[Catalog]:
-    """Return the shards that may have rows of a table for which a condition holds.
+    """Return the shards that may have rows of the table that satisfy a condition.
 
-    Arrow decides this from the id ranges, as for partitions of a dataset; no file is read.
+    Arrow decides from the id ranges of the shards, as it prunes partitions of a dataset; no file is read.
     """
     of_table = [(str(number), shard.ids[table]) for number, shard in enumerate(shards) if table in shard.ids]
     if condition is None or len(of_table) < 2:
@@ -43,19 +43,19 @@ def shards_that_meet(
     try:
         met = ds.FileSystemDataset(fragments, schema, file_format, files).get_fragments(condition)
         return [shards[int(fragment.path)] for fragment in met]
-    except pa.ArrowException:  # ids do not convert to these numbers: let the query itself say so
+    except pa.ArrowException:  # the condition's numbers are not ids: leave the error to the query itself
         return shards
 
 
-def table_column(table: str, n_rows: int) -> pa.Array:  # by which readers tell tables apart
+def table_column(table: str, n_rows: int) -> pa.Array:  # readers of Arrow files tell tables apart by this column
     return pa.DictionaryArray.from_arrays(np.zeros(n_rows, np.int16), names_array(*joined([table])))
 
 
 def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
     """Return a table as a dataset for Arrow, polars and duckdb.
 
-    All that a query reads is checked. With ``checked=False`` the values of a single link are not; then damage that
-    shows without them is a CorruptCheckpointError here.
+    Everything that a query reads is checked. With ``checked=False`` the values of a single link are not checked; damage
+    that is visible without the values raises CorruptCheckpointError here.
     """
     if checked or len(table.links) > 1:
         return checked_dataset(table)
@@ -64,7 +64,7 @@ def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
     parts = [each for catalog in link.catalogs for each in catalog.parts_of(entry.name, "rows")]
     schema, batches = part_schema(entry.slots), list[pa.RecordBatch]()
     names = table_column(entry.name, max((int(part.rows.max()) for part, _ in parts), default=0))
-    # Values as they lie in memory maps, and no file: how one describes them could ask for any amount of memory.
+    # Batches are views of memory maps. Arrow must not open the files: their metadata could ask for any amount of memory
     for part, numbers in parts:
         memory = mapped(link.storage, layout.join(link.directory, part.file))
         reader = PartReader(link.storage, link.directory, part, entry.slots, mapped=memory)
@@ -76,13 +76,13 @@ def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
 
 
 class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
-    """Rows that are read anew for each query, by the ``scanner`` that polars, duckdb and pandas use.
+    """A dataset whose rows are read anew for each query, through the ``scanner`` that polars, duckdb and pandas use.
 
-    Code that bypasses the scanner, such as joins of pyarrow, gets an error that says what to do instead. ``read`` may
-    return rows that do not meet the condition.
+    Code that bypasses the scanner, such as pyarrow's joins, gets an error that names alternatives. ``read`` may return
+    rows that do not satisfy the condition; the scanner filters them.
 
     Attributes:
-        problem: the last error of a query; other libraries may raise one of their own for it.
+        problem: the last error of a query; other libraries may replace it by an error of their own.
     """
 
     problem: Exception | None = None
@@ -121,9 +121,9 @@ class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has 
 def checked_dataset(table: ChainTable, *, as_numbers: bool = False) -> StreamedDataset:
     """Return a dataset whose rows are checked at each query, and merged if there are several links.
 
-    A column of a batch in a memory map is checked once, when it is first read; on a storage without maps at each read.
-    Of a single link, shards without ids that meet the filter are not read. ``as_numbers`` gives float16 and bfloat16 as
-    float32, without the column of the table's name, for libraries that know neither dtype.
+    With memory maps, each column of a batch is checked once, at its first read; on other storages at each read. With a
+    single link, shards whose id ranges exclude the filter are not read. ``as_numbers`` converts float16 and bfloat16 to
+    float32 and omits the column of table names, for libraries that know neither dtype.
     """
     if len(table.links) == 1:
         [link] = table.links
@@ -159,7 +159,7 @@ def _merged_columns(table: ChainTable, schema: pa.Schema) -> Iterator[pa.RecordB
 def _columns_of(
     table: TableReader, schema: pa.Schema, shards: Sequence[Catalog], checked: set[tuple[str, int, str]]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield columns of some shards in the order of the files; add to ``checked`` what need not be checked again."""
+    """Yield columns of some shards in file order; add to ``checked`` the columns that need no further check."""
     columns_of_file = [name for name in schema.names if name != TABLE]
     readers, slots = LinkBatches(table.storage, table.directory), frozenset(columns_of_file) - {ID}
 
@@ -174,7 +174,7 @@ def _columns_of(
         columns = reader.arrays(number, values)
         if reader.mapped is not None:
             checked.update((part.file, number, name) for name in new)
-        if TABLE in schema.names:  # the catalog, which is checked, says whose rows these are
+        if TABLE in schema.names:  # the catalog is already checked, so its table name is trusted
             columns[TABLE] = table_column(table.entry.name, part.batches[number].rows)
         return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
@@ -195,7 +195,7 @@ def numbers_of(batch: pa.RecordBatch, schema: pa.Schema, slots: Iterable[SlotSpe
 
 
 def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) -> list[str]:
-    """Return the columns that a scan needs; at least one, which gives the number of rows."""
+    """Return the columns that a scan needs. There is at least one, because a batch needs a column to count rows."""
     if columns is None:
         return list(schema.names)
     names = []
@@ -208,7 +208,7 @@ def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) ->
     return names or schema.names[:1]
 
 
-def numbers_schema(slots: Iterable[SlotSpec]) -> pa.Schema:  # float16 and bfloat16 as float32
+def numbers_schema(slots: Iterable[SlotSpec]) -> pa.Schema:  # has float32 in place of float16 and bfloat16
     return table_schema(map(_as_number, slots))
 
 
@@ -227,13 +227,13 @@ def _both(one: ds.Expression | None, other: ds.Expression | None) -> ds.Expressi
 
 
 class _NoFile(io.RawIOBase):
-    """A file that cannot be read, in place of the rows that Arrow would read by itself.
+    """A stand-in for a file, which raises an error when Arrow reads rows without the scanner.
 
-    Only reading fails. Arrow asks for the size of each file at once. An error there would be kept for ever, and its
-    traceback would keep the dataset and its open files.
+    Only ``read`` raises. Arrow asks for the size of each file at once and would keep an error from there permanently;
+    the traceback of that error would keep the dataset and its open files alive.
     """
 
-    _SIZE = 1 << 20  # bytes: enough for a footer, so that the file is read
+    _SIZE = 1 << 20  # bytes: large enough for an Arrow footer, so that Arrow goes on to read
 
     def readable(self) -> bool:
         return True
@@ -249,7 +249,7 @@ class _NoFile(io.RawIOBase):
 
     def read(self, _: int = -1) -> NoReturn:
         raise NotImplementedError(
-            "these rows are checked, and those of a delta merged, as they are read, which Arrow does not do by itself: "
+            "Arrow cannot read these rows itself, because recckpt checks them, and merges deltas, while reading: "
             "query to_table(), to_batches() or scanner() of the dataset, write it with write_dataset() and query that, "
             "or open a full checkpoint with checked=False"
         )

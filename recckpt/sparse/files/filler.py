@@ -1,4 +1,4 @@
-"""Fills one table from the batches of a chain, by several threads at once."""
+"""Fills one table from the batches of a checkpoint chain, in several threads at once."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-Ranges = tuple[tuple[int, int], ...]  # [begin, end) in order and without gaps; () of one value for the whole row
+Ranges = tuple[tuple[int, int], ...]  # column ranges [begin, end), ordered, without gaps; () if a row has one value
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Rows of a batch, all or some, read from a file or received from another rank.
+    """All or some rows of a batch, read from a file or received from another rank.
 
     Attributes:
-        table: its name in the checkpoint.
+        table: the table's name in the checkpoint.
         values: slot -> the bytes of its values.
     """
 
@@ -53,9 +53,9 @@ class BatchRows:
         return self.ids.nbytes + sum(values.size for values in self.values.values())
 
     def tensor(self, spec: SlotSpec) -> Tensor:
-        """Return a slot as a tensor without a copy: read-only, and valid as long as these rows live."""
+        """Return a slot as a read-only tensor that shares memory with these rows, and is valid while they live."""
         values = self.values[spec.name]
-        # numpy would have torch warn of memory that cannot be written
+        # torch.from_numpy warns of a read-only array; this array of the same memory counts as writable.
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * values.size).from_address(values.ctypes.data))
         return torch.from_numpy(memory).view(getattr(torch, spec.dtype)).view(len(self.ids), *spec.shape)
 
@@ -92,10 +92,10 @@ def unpacked(data: Bytes) -> Iterator[BatchRows]:
 
 
 def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
-    """Regroup the sums of row-wise Adagrad, means of squares over columns, into other ranges of columns.
+    """Convert row-wise Adagrad's sums (means of squares over column ranges) to other column ranges.
 
-    The sum of a whole row is the mean of the sums of its ranges, weighted by their widths. Each new range gets the sum
-    of the whole row. ``values`` has shape (rows, ranges), or (rows,) for whole rows.
+    The sum of a whole row is the mean of its ranges' sums, weighted by their widths. Each new range gets the sum of the
+    whole row. ``values`` has shape (rows, ranges), or (rows,) for whole rows.
     """
     if before == after:
         return values
@@ -106,16 +106,16 @@ def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
 
 
 class LinkRows:
-    """Finds the ids of one link that no newer link has; newer links are read before older ones. Not thread-safe."""
+    """Selects the ids of one link that no newer link has. Links must be read newest first. Not thread-safe."""
 
     def __init__(self, table: str, n_known: int) -> None:
         self._table, self._n_rows = table, n_known
-        self._met = np.zeros(n_known, np.uint8)  # whether an id of newer links was in this one, too
+        self._met = np.zeros(n_known, np.uint8)  # 1 where this link has an id that a newer link has, too
 
     def new(self, ids: Int64s, rows: Int64s, n_new: int, path: str) -> Int64s:
-        """Return the positions in ``ids`` of the new ids; CorruptCheckpointError if this link has an id twice.
+        """Return the positions in ``ids`` of the new ids. Raises CorruptCheckpointError if this link repeats an id.
 
-        ``rows`` has the row of each id in the index, -1 if there is none. The last ``n_new`` rows of the index are new.
+        ``rows`` has the row of each id in the index, -1 if it has no row. The last ``n_new`` rows of the index are new.
         """
         before, self._n_rows = self._n_rows, self._n_rows + n_new
         if n_new == len(ids):
@@ -129,31 +129,31 @@ class LinkRows:
 
 
 class KnownIds:
-    """Ids that links, newest first, have named as rows or deletes, whatever the order of batches. Not thread-safe.
+    """The ids that links, newest first, have named as rows or deletes; batches may come in any order. Not thread-safe.
 
-    For sorted ids of files see :class:`recckpt.sparse.files.table_reader.NamedIds`.
+    For the sorted ids of files see :class:`recckpt.sparse.files.table_reader.NamedIds`.
     """
 
     def __init__(self, table: str) -> None:
         self._table, self._ids = table, IdIndex()
-        self.n_rows = 0  # ids named as rows; in the end, the rows of the chain
+        self.n_rows = 0  # ids named as rows; after the last link, the number of rows of the chain
         self.begin_link()
 
     def begin_link(self) -> None:
         self._of_link = LinkRows(self._table, len(self._ids))
 
     def new_rows(self, ids: Int64s, path: str) -> Int64s:
-        """Add ids; return the positions of those that no newer link has. Refuses an id that comes twice."""
+        """Add ids. Return the positions of ids that no newer link has. Refuses an id that occurs twice in the link."""
         rows, new_ids = self._ids.find_or_add(ids)
         self.n_rows += len(new_ids)
         return self._of_link.new(ids, rows, len(new_ids), path)
 
     def without(self, ids: Int64s, path: str) -> Int64s:
-        """Return the positions of unknown ids. Refuses a known id that comes twice."""
+        """Return the positions of unknown ids. Refuses a known id that occurs twice in the link."""
         return self._of_link.new(ids, self._ids.find(ids), 0, path) if len(self._ids) else np.arange(len(ids))
 
     def delete(self, ids: Int64s) -> Int64s:
-        """Add the deletes of this link, after its rows; return those that neither it nor a newer link names as rows."""
+        """Add this link's deletes, after its rows. Return the ids that neither this nor a newer link names as rows."""
         return self._ids.find_or_add(ids)[1]
 
 
@@ -178,27 +178,27 @@ def _new_rows(rows: Any, met: Any, n_rows: int, positions: Any) -> tuple[int, in
 
 @dataclass(eq=False)
 class Filler:
-    """Fills one table from the table ``entry`` of a checkpoint, by the links of its chain, newest first.
+    """Fills one table from the table ``entry`` of a checkpoint, reading the links of its chain newest first.
 
-    Call ``expect`` first, for each link. Between ``begin_link`` and ``end_link`` pass the rows of one link either to
-    ``check`` or, after ``start``, to ``fill``; both may be called from several threads.
+    Call ``expect`` for each link first. Between ``begin_link`` and ``end_link`` pass the rows of one link either to
+    ``check`` or, after ``start``, to ``fill``. Several threads may call ``check`` and ``fill``.
 
     Attributes:
-        slots: here -> there; other slots start at their initial values in new rows.
-        with_rows: whether ids are taken; otherwise only slots of ids that the table has.
-        clear: whether only loaded rows remain; otherwise they are merged in and win.
-        where: which rows are taken.
-        is_update: whether the table already holds what older links give, unchanged.
+        slots: slot of the table -> slot of the checkpoint; all other slots of new rows get their initial values.
+        with_rows: whether ids are loaded; otherwise only slots of ids that the table has.
+        clear: whether only loaded rows remain; otherwise loaded rows are merged in and replace those of the same ids.
+        where: filter of the rows to load.
+        is_update: whether the table already has the rows of the older links, unchanged.
         ages: how dates of rows are converted.
-        ranges: slot here -> ranges of its columns there, and here.
-        skips_outside: whether ids for which the table cannot have a row are left out; otherwise they are refused.
-        fresh: slots that nothing fills, and that begin anew in a table that is emptied.
-        drops: whether a table with too little room keeps the ids with the highest counts; otherwise it refuses.
+        ranges: slot of the table -> the column ranges of its values in the checkpoint, and in the table.
+        skips_outside: whether ids for which the table cannot have a row are skipped; otherwise they are refused.
+        fresh: slots that no checkpoint fills, and that get initial values in a table that is emptied.
+        drops: whether a table without room for all rows keeps the ids with the highest counts; otherwise it refuses.
         empties: whether the table is emptied first.
         columns: slots of the checkpoint to read.
-        row_bytes: of one row in these, the id included.
-        n_rows: rows that the table has taken.
-        n_filtered: rows left out.
+        row_bytes: bytes per row in ``columns``, including the id.
+        n_rows: rows that the table has received.
+        n_filtered: rows that were left out.
     """
 
     target: LoadTarget
@@ -223,13 +223,13 @@ class Filler:
         self._where = self.where.of([spec.name for spec in self.entry.slots])
         self._takes_all = self._where == RowFilter()
         reduced = self.entry.reduced.dtypes if self.entry.reduced else {}
-        self._dtypes = {slot: reduced[there] for slot, there in self.slots.items() if there in reduced}  # as they were
-        self._erases = self.with_rows and self.clear and self.is_update  # rows that are deleted, or filtered by now
+        self._dtypes = {slot: reduced[there] for slot, there in self.slots.items() if there in reduced}  # when trained
+        self._erases = self.with_rows and self.clear and self.is_update  # erase rows that are deleted or filtered out
         self._lock = self.target.lock
         self._known = KnownIds(self.entry.name)
-        self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
+        self._is_set = False  # whether the table itself identifies known rows; then ``_known`` has deletes only
         self._newest = ""
-        self._initial: Mapping[str, float] = {}  # slots whose new rows start at another value during the load
+        self._initial: Mapping[str, float] = {}  # slot -> its initial value before the load, which the load replaces
         self._of_link = LinkRows(self.entry.name, 0)
         self._n_links = self._n_done = self._n_expected = 0
         self._is_started = self._touched = False
@@ -239,11 +239,11 @@ class Filler:
         return Owners({0: [self.target.owned_ids]})
 
     def share(self, batch: Batch) -> float:
-        """Return about which share of the rows of a batch the table owns; exactly 0.0 for none."""
+        """Return about which share of a batch's rows the table owns; exactly 0.0 if it owns none."""
         return self._owners.shares(batch).get(0, 0.0)
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Raise LiveTableError if the table cannot have a row of an id in this range, and may not leave it out."""
+        """Raise LiveTableError if the table cannot have a row of an id in this range, and must not skip the id."""
         if not self.skips_outside:
             self.target.check_ids(least, greatest)
 
@@ -253,7 +253,7 @@ class Filler:
         self._n_expected += n_rows
 
     def start(self) -> None:
-        """Before the first link, empty the table if asked, and make room: no row may move while threads write."""
+        """Before the first link, empty the table if asked, and reserve room, so that no row moves during writes."""
         if self._is_started:
             return
         self._is_started, self._known = True, KnownIds(self.entry.name)
@@ -272,7 +272,7 @@ class Filler:
         self._of_link = LinkRows(self.entry.name, len(self.target))
 
     def end_link(self, deletes: Int64s) -> None:
-        """Add the deletes of the link. After the last link, check the number of rows."""
+        """Add the link's deletes. After the last link, check the number of rows."""
         owned = self._owned(deletes)
         gone = self._known.delete(deletes if owned is None else deletes[owned])
         if self._is_started:
@@ -283,7 +283,7 @@ class Filler:
         self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
         self._known, entry = KnownIds(self.entry.name), self.entry
         is_whole_chain = not entry.is_whole and not self.is_update
-        owns_all = self.target.owned_ids.is_everything  # for a slice the number is unknown
+        owns_all = self.target.owned_ids.is_everything  # how many rows a slice must have is unknown
         if is_whole_chain and owns_all and n_rows != entry.rows:
             raise count_error(self._newest, entry.name, entry.rows, n_rows)
 
@@ -292,18 +292,18 @@ class Filler:
         self.target.end(self._initial)
 
     def take_history(self) -> None:
-        """Continue the evictions of the checkpoint, if the table has become its table; take over dates of a clock."""
+        """Continue the checkpoint's evictions if the table is now the checkpoint's; take over the clock's dates."""
         evicts_next = self.empties and self.ages.is_resumed
         self.target.take_history(self.entry, evicts_next=evicts_next, has_dates=LAST_TIME in self.slots)
 
     def undo(self) -> bool:
-        """Empty a table that was or had to be empty; say whether the table has lost rows or values."""
+        """Empty a table that was emptied, or was empty, before the load. Say whether it has lost rows or values."""
         if self.with_rows:
             self.target.undo(is_cleared=self.empties and self._touched)
         return self._touched and not self.target.was_empty
 
     def check(self, rows: BatchRows) -> int:
-        """Refuse rows as :meth:`fill` would, before :meth:`start`, without changes; return how many the table owns."""
+        """Refuse rows as :meth:`fill` would, before :meth:`start`, without a change. Return how many the table owns."""
         is_read_only = self.target.is_read_only
         ids, values = self._own_rows(rows, self._specs if is_read_only else {})
         n_own = len(ids)
@@ -314,9 +314,9 @@ class Filler:
         return n_own
 
     def fill(self, rows: BatchRows) -> int:
-        """Take the rows that the table owns, the filter keeps and no newer link names; return how many it owns.
+        """Load the rows that the table owns, the filter keeps and no newer link names. Return how many it owns.
 
-        Refuses an id that comes twice.
+        Refuses an id that occurs twice in a link.
         """
         ids, values = self._own_rows(rows, self._specs)
         n_own = len(ids)
@@ -334,7 +334,7 @@ class Filler:
         if not self.with_rows:
             n_rows = self.target.write_present(ids, values)
         elif self.target.aside is not None:
-            # A filter keeps an unknown number of rows: columns grow, and rows move, while no other thread writes them.
+            # With a filter the number of rows is unknown: columns grow, rows move, and no other thread may write.
             with nullcontext() if self._takes_all else self._lock:
                 n_rows = self._fill_aside(self.target.aside, ids, values, rows.path)
         else:
@@ -343,7 +343,7 @@ class Filler:
             self.n_rows += n_rows
         return n_own
 
-    def _owned(self, ids: Int64s) -> Int64s | None:  # positions; None for all
+    def _owned(self, ids: Int64s) -> Int64s | None:  # positions of owned ids; None if all are owned
         owned_ids = self.target.owned_ids
         return None if owned_ids.is_everything else np.flatnonzero(owned_ids.owns(ids))
 
@@ -361,7 +361,7 @@ class Filler:
         return _rows_of(ids, rows, new)
 
     def _placed(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that the table can have; the others are refused later, or count as filtered."""
+        """Return the rows that the table can have; the others are counted as filtered, or refused later."""
         placed = self.target.placed(ids) if self.skips_outside else None
         if placed is None:
             return ids, rows
@@ -375,11 +375,11 @@ class Filler:
             self.target.erase(ids)
 
     def _fill_aside(self, aside: RowsAside, ids: Int64s, values: dict[str, Tensor], path: str) -> int:
-        """Add new rows: claim ids one thread at a time, then write their values."""
+        """Add new rows: claim rows for the ids under the lock, then write the values without it."""
         taken = np.arange(len(ids))
         with self._lock:
             if self._is_set:
-                taken = self._known.without(ids, path)  # deleted in newer links
+                taken = self._known.without(ids, path)  # leaves out ids that newer links delete
             rows, claimed = aside.claim(ids if len(taken) == len(ids) else ids[taken])
             if self._is_set:
                 new = self._of_link.new(ids[taken], rows, len(claimed[1]), path)
@@ -394,7 +394,7 @@ def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int6
 
 @dataclass(frozen=True)
 class OtherRows:
-    """Rows that are in no part, such as those of a dense tensor; each rank reads its own, perhaps repeatedly."""
+    """Rows that come from no part file, as of a dense tensor; each rank reads its own rows, perhaps repeatedly."""
 
     filler: Filler
     read: Callable[[], Iterator[BatchRows]]

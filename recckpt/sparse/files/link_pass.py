@@ -1,4 +1,4 @@
-"""One pass over a link: one of the ranks that need a batch reads it, and sends rows to the owners of their ids."""
+"""One pass over a link: each batch is read by one rank that needs it, which sends rows to the other owning ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader
 from recckpt.sparse.files.pieces import Int64s, check_range, named_twice
 from recckpt.sparse.table.kernels import first_outside
 
-WINDOW_BYTES = 16 << 20  # about what a rank sends in a round, if a batch has no more
+WINDOW_BYTES = 16 << 20  # about how much a rank sends in a round, unless one batch is larger
 Take = Callable[[Filler, BatchRows], object]
-Windows = Mapping[PartKind, Sequence[Window]]  # what a rank has to send
-Rounds = Mapping[PartKind, Sequence[Collection[int]]]  # the ranks that send in each
-Run = Sequence[DealtBatch]  # batches of one part, read by one thread in the same columns
+Windows = Mapping[PartKind, Sequence[Window]]  # the windows that a rank has to send
+Rounds = Mapping[PartKind, Sequence[Collection[int]]]  # the ranks that send a window in each round
+Run = Sequence[DealtBatch]  # batches of one part with equal columns, which one thread reads
 
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What a load takes from a link; a table in it may fill several tables.
+    """The rows that a load reads from a link; one table of the link may fill several tables.
 
-    Links of a chain share one :class:`Filler` a table, down to the last link that counts.
+    Links of a chain share one :class:`Filler` per table. Links older than a whole one are not read.
 
     Attributes:
-        number: of the checkpoint among those loaded, and of the link in its chain; the same on all ranks.
-        fetch: copies files to this host by path before they are read; None to read them in place.
+        number: (number of the checkpoint among those loaded, number of the link in its chain); equal on all ranks.
+        fetch: copies files, by path, to this host before they are read; None to read the files where they are.
     """
 
     number: tuple[int, int]
@@ -59,7 +59,7 @@ class LinkLoad:
         return n_bytes
 
     def check_ids(self) -> None:
-        """Raise LiveTableError for ids that a table cannot have; alike on all ranks, from the catalogs."""
+        """Raise LiveTableError for ids that a table cannot have; decided from the catalogs, so all ranks agree."""
         ranges = id_ranges(self.batches.every_part)
         for filler in self.fillers:
             if filler.entry.name in ranges:
@@ -67,13 +67,13 @@ class LinkLoad:
 
 
 class LinkDeletes:
-    """Deleted ids of a link by table and shard, which names an id as a row or as a delete. ``add`` is thread-safe."""
+    """Deleted ids of a link, by table and shard; within a shard no id is a row and a delete. ``add`` is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[tuple[str, int], Int64s] = {}
 
-    def add(self, table: str, shard: int, ids: Int64s) -> Int64s:  # returns ids that are there twice now
+    def add(self, table: str, shard: int, ids: Int64s) -> Int64s:  # returns ids that are now deleted twice
         with self._lock:
             known = self._found.get((table, shard), np.empty(0, np.int64))
             both = self._found[table, shard] = np.sort(np.concatenate([known, ids]))
@@ -89,7 +89,7 @@ class LinkDeletes:
 
 
 class LinkPass:
-    """Fills tables from one link. Collective. ``windows`` are what this rank sends to others."""
+    """Fills tables from one link. Collective. ``windows`` are the rows that this rank sends to other ranks."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class LinkPass:
         self._fetch, self._batches, self._fillers = link.fetch, link.batches, fillers
         self._every = [filler for some in fillers.values() for filler in some]
         self._requests, self._meetings = requests, meetings
-        self._own_files: list[str] = []  # no other rank reads a batch of them
-        self._whole_parts: list[DealtBatch] = []  # the first batch of each part that this rank reads alone
+        self._own_files: list[str] = []  # files that only this rank reads
+        self._whole_parts: list[DealtBatch] = []  # the first batch of each part that only this rank reads, in full
         alone: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         shared: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         dealt = (batch for shard, parts in link.batches.parts.items() for batch in requests.deal(parts, shard))
@@ -135,9 +135,9 @@ class LinkPass:
             self._fetch(layout.join(self._batches.directory, file) for file in self._own_files)
 
     def run(self, take: Take, concurrency: int, rounds: Rounds, *, fills: bool) -> int:
-        """Give each filler, by ``take``, the rows its table owns; return the bytes that this rank has read.
+        """Pass each filler the rows that its table owns, through ``take``. Return the bytes that this rank has read.
 
-        ``take`` is called from several threads. ``fills`` has tables filled and whole rows sent; otherwise rows are
+        Several threads call ``take``. With ``fills`` tables are filled and whole rows sent; without it rows are only
         checked, and only ids sent.
         """
         for filler in self._every if fills else ():
@@ -156,7 +156,7 @@ class LinkPass:
 
         n_bytes = self._read_kind("deletes", take_deletes, rounds, threads, with_values=False)
         n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=fills)
-        # Last, what lies between the values of parts that are read as a whole: it says less of what is wrong.
+        # Check the bytes between values of parts read in full last: such an error names the damage less exactly.
         run_all(lambda batch: self._reader(batch).check_frame(), self._whole_parts, threads)
         for table, fillers in self._fillers.items():
             for filler in fillers:
@@ -166,7 +166,7 @@ class LinkPass:
     def _read_kind(
         self, kind: PartKind, take: Callable[[BatchRows], None], rounds: Rounds, threads: int, *, with_values: bool
     ) -> int:
-        """Read what others need, round by round, and take what they send; then read what only this rank needs."""
+        """Round by round, read and send other ranks' rows and take those received; then read the rest."""
         windows, n_bytes = iter(self._shared[kind]), 0
         read = partial(self._read, take=take, with_values=with_values)
         for senders in rounds[kind]:
@@ -206,7 +206,7 @@ class LinkPass:
 
 
 def _runs(dealt: Iterable[DealtBatch]) -> Iterator[Run]:
-    """Yield batches of one part with equal columns, as many as are read at once.
+    """Yield batches of one part with equal columns, in groups that are read at once.
 
     A part that a catalog lists twice counts as two parts, so its rows are read twice and refused.
     """
@@ -232,7 +232,7 @@ def _refuse(twice: Int64s, rows: BatchRows) -> None:
 
 
 def _check_ids(ids: Int64s, reader: PartReader, number: int) -> None:
-    """Check that ids are in the buckets and the range by which readers choose batches."""
+    """Check that ids lie in the batch's buckets and id range, by which readers select batches."""
     buckets = reader.part.batches[number].buckets
     at = first_outside(ids, *buckets)
     if at >= 0:

@@ -1,4 +1,4 @@
-"""Loads Arrow parts into tables: reads and checks what is needed, finds rows once, copies slots."""
+"""Loads Arrow parts into tables: reads and checks the needed columns, looks ids up once, copies slots."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from recckpt.sparse.files.link_pass import LinkLoad, LinkPass, Rounds, Take, Win
 from recckpt.sparse.files.owners import LinkRequests, TableRequest, agreed_rounds
 
 log = logging.getLogger("recckpt")
-RECEIVED_BYTES = 64 << 20  # about what a rank gets in a round, if no window alone has more for it
+RECEIVED_BYTES = 64 << 20  # about how much a rank receives in a round, unless a single window is larger
 
 
 @dataclass(frozen=True)
-class Loaded:  # by table of the model
+class Loaded:  # counts by table of the model
     rows_taken: Mapping[str, int]
-    rows_filtered: Mapping[str, int]  # left out by a filter
-    slot_rows: Mapping[tuple[str, str], int]  # rows in which a slot was loaded; ids count as a slot
-    bytes_read: int  # column values, all checked
+    rows_filtered: Mapping[str, int]  # rows that a filter has left out
+    slot_rows: Mapping[tuple[str, str], int]  # (table, slot) -> rows in which the slot was loaded; ids are a slot, too
+    bytes_read: int  # bytes of column values, all checked
 
 
 def load_tables(
@@ -40,25 +40,25 @@ def load_tables(
 ) -> Loaded:
     """Fill tables with the rows of checkpoints that they own, each chain newest link first. Collective.
 
-    Rows are loaded first, then slots that other checkpoints give for rows that are there. Each table is made large
-    enough before several threads fill it, and never exists twice. If a table of any rank has rows to lose, everything
-    is read and checked before any table changes. A batch with rows of several ranks is read by one, which sends rows to
-    the others.
+    Rows are loaded first, then slots that other checkpoints give for rows that are there. Each table gets its room
+    before several threads fill it, and is never copied. If a table of any rank has rows to lose, everything is read and
+    checked before any table changes. A batch with rows of several ranks is read by one of them, which sends rows to the
+    others.
 
     Args:
-        links: what to read, and which tables it fills.
+        links: which links to read, and which tables each fills.
         concurrency: number of reading threads.
-        advance: called with the bytes that a table takes of each batch, from several threads.
-        when_checked: called when everything has been read, while all tables can still be as they were.
-        meetings: where the ranks exchange rows.
+        advance: called by several threads with the number of bytes that a table has taken from a batch.
+        when_checked: called when everything has been read, while the load can still be undone.
+        meetings: how the ranks exchange rows.
         others: rows that are not in links.
 
     Raises:
-        Exception: what ``when_checked`` raised. The tables are as they were.
-        LiveTableError: a table cannot have a row of some id. The tables are as they were.
-        CorruptCheckpointError: a file is damaged. The tables are as they were.
-        CheckpointRemovedError: a file was removed meanwhile. Tables that were to be emptied may be empty.
-        PartlyLoadedError: reading failed after tables with rows had changed; names them.
+        Exception: whatever ``when_checked`` raised. The tables are as before.
+        LiveTableError: a table cannot have a row of some id. The tables are as before.
+        CorruptCheckpointError: a file is damaged. The tables are as before.
+        CheckpointRemovedError: a file was removed during the load. Tables that the load empties may be empty.
+        PartlyLoadedError: reading failed after tables with rows had changed; the error names those tables.
     """
 
     def fill(filler: Filler, rows: BatchRows) -> None:
@@ -90,7 +90,7 @@ def load_tables(
                 _read(other, fill)
             if not passes.has_rows:
                 when_checked()
-                meetings.wait()  # no table has rows of what is damaged for another rank
+                meetings.wait()  # an error of another rank is raised here, before any table is completed
             dropped = _finished(fillers, meetings)
     finally:
         for filler in reversed(fillers):
@@ -101,7 +101,7 @@ def load_tables(
 
 
 class AgreedPasses:
-    """Passes over the links, in number and order the same on all ranks. Collective.
+    """Passes over the links, equal in number and order on all ranks. Collective.
 
     Attributes:
         has_rows: whether a table of any rank has rows to lose.
@@ -124,7 +124,7 @@ class AgreedPasses:
         of_ranks = meetings.gather((own, any(len(filler.target.table) for filler in fillers)))
         self.has_rows = any(has_rows for _, has_rows in of_ranks)
         by_number = {link.number: link for link in links}
-        self._passes: list[LinkPass | None] = []  # None: this rank takes nothing, while others exchange rows
+        self._passes: list[LinkPass | None] = []  # None: this rank takes no rows, but attends the other ranks' rounds
         for key in sorted({key for of_rank, _ in of_ranks for key in of_rank}):
             one = None
             if key in own:
@@ -152,13 +152,13 @@ class AgreedPasses:
 
 
 def _finished(fillers: Sequence[Filler], meetings: Meetings) -> dict[str, int]:
-    """Complete the tables; return how many rows of each had no place. Collective."""
+    """Complete the tables. Return, by table, how many rows had no room. Collective."""
     targets = dict.fromkeys(filler.target for filler in fillers)
     dropping = {filler.target for filler in fillers if filler.drops}
-    if any(target.has_limited_room for target in targets):  # the same on all ranks
+    if any(target.has_limited_room for target in targets):  # equal on all ranks
         for target in targets:
             target.check_room(drops=target in dropping)
-        meetings.wait()  # all ranks learn that each has room for what it owns, before a table changes
+        meetings.wait()  # before a table changes, all ranks learn whether each rank has room for the rows it owns
     in_order = sorted(targets, key=lambda target: target.finishes_last)
     return {target.table.name: target.finish(drops=target in dropping) for target in in_order}
 
@@ -172,7 +172,7 @@ def _read(other: OtherRows, take: Take) -> None:
 
 @contextmanager
 def _undone_on_error(fillers: Iterable[Filler]) -> Iterator[None]:
-    """After an error, empty what was to be emptied, and say which tables have changed."""
+    """After an error, empty the tables that were empty when filling began; the error names all changed tables."""
     try:
         yield
     except BaseException as error:
@@ -186,14 +186,14 @@ def _undone_on_error(fillers: Iterable[Filler]) -> Iterator[None]:
         partly = PartlyLoadedError(f"{type(error).__name__}: {error}", emptied=emptied, mixed=mixed)
         if isinstance(error, Exception):
             raise partly from error
-        log.error("%s", partly)  # an interrupt stays one
+        log.error("%s", partly)  # logged, because an interrupt is raised as it is
         raise
 
 
 def _counted(fillers: Iterable[Filler], dropped: Mapping[str, int], bytes_read: int) -> Loaded:
     taken, filtered = Counter[str](), Counter[str]()
     slot_rows: dict[tuple[str, str], int] = {}
-    for filler in fillers:  # rows whose slots come from several checkpoints count once
+    for filler in fillers:  # a row whose slots come from several checkpoints counts once
         name = filler.target.table.name
         taken[name] = max(taken[name], filler.n_rows)
         filtered[name] = max(filtered[name], filler.n_filtered)

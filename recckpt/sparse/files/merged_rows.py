@@ -1,7 +1,7 @@
-"""The rows of a table in a chain of checkpoints, merged in bucket order in bounded memory (no torch here).
+"""Merges the rows of a table over a chain of checkpoints, in bucket order, in bounded memory (no torch here).
 
-The newest link that names an id decides: the id has that row, or no row if the link deletes it. Damage, an id twice in
-a link, and links that differ in their slots are a CorruptCheckpointError.
+The newest link that names an id decides: the id has that link's row, or no row if that link deletes it. Damage, an id
+that occurs twice in a link, and links with different slots raise CorruptCheckpointError.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from recckpt.sparse.files.table_reader import NamedIds, TableReader, check_once,
 from recckpt.types import SlotSpec
 
 _BATCH_BYTES = 8 << 20
-_BOOKS_BYTES = 64  # beside each row: its id and hash, where it lies, what is known of it
+_BOOKS_BYTES = 64  # working memory per row: id, hash, position and flags
 
-Columns = list[npt.NDArray[Any]]  # rows, column by column as the bytes of whole rows; the ids first
+Columns = list[npt.NDArray[Any]]  # one array per column, ids first; an item is the bytes of a row's values
 
 
 def down_to_whole(links: Iterable[TableReader]) -> list[TableReader]:
-    """Return the links of a table, newest first, down to the first that holds all of it: nothing older counts."""
+    """Return the links of a table, newest first, down to the first whole link, which hides all older ones."""
     used: list[TableReader] = []
     for link in links:
         first = used[0] if used else link
@@ -47,11 +47,11 @@ def down_to_whole(links: Iterable[TableReader]) -> list[TableReader]:
 
 
 def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[np.int64]:
-    """Return for each bucket about how many bytes the rows in it and in lower buckets take, times 65,536.
+    """Return, for each bucket, about how many bytes the rows up to and including this bucket take, times 65,536.
 
     Rows are assumed to be spread evenly over the buckets of their batch. ``extra_bytes`` is added for each row.
     """
-    # What a bucket takes differs by this from the one before, in parts of a byte, so that sums are exact.
+    # Second differences of the result, in 1/65,536 of a byte, so that the two sums below are exact.
     steps = np.zeros(N_BUCKETS + 1, np.int64)
     for link in links:
         row_bytes = 8 + sum(slot.row_bytes for slot in link.specs)
@@ -68,11 +68,11 @@ def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[n
 def bucket_ranges(
     links: Iterable[TableReader], within: tuple[int, int], budget_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of buckets whose rows, of all links, take about ``budget_bytes``; at least one bucket each."""
+    """Yield ranges of buckets whose rows in all links take about ``budget_bytes``; each has one bucket or more."""
     begin, last = within
     up_to = bytes_up_to(links, _BOOKS_BYTES)[:last]
     done, total = int(up_to[begin - 1]) if begin else 0, int(up_to[-1]) if last else 0
-    while (begin := int(np.searchsorted(up_to, done, side="right"))) < last:  # empty buckets are left out
+    while (begin := int(np.searchsorted(up_to, done, side="right"))) < last:  # skips empty buckets
         limit = min(done + budget_bytes * N_BUCKETS, total)
         end = max(begin + 1, int(np.searchsorted(up_to, limit, side="right")))
         yield begin, end
@@ -87,7 +87,7 @@ class LinkCursor:
         self._shards = [[_Cursor(link, shard, kind, within) for kind in ("rows", "deletes")] for shard in link.catalogs]
 
     def between(self, begin: int, end: int) -> tuple[list[RowPiece], list[RowPiece]]:
-        """Return the rows and deletes of buckets [begin, end); ranges must be asked for in ascending order."""
+        """Return the rows and deletes of buckets [begin, end). Ranges must be requested in ascending order."""
         rows: list[list[RowPiece]] = []
         deletes: list[list[RowPiece]] = []
         for of_rows, of_deletes in self._shards:
@@ -106,9 +106,9 @@ class _Cursor:
         every = ((part, number, part.batches[number].buckets) for part, numbers in parts for number in numbers)
         met = ((part, number) for part, number, (begin, end) in every if begin < within[1] and within[0] < end)
         self._batches, self._end = list(met), within[1]
-        self._at = 0  # the first batch that is not done
+        self._at = 0  # number of the first unfinished batch
         self._order = IdCheck()
-        self._current: RowPiece | None = None  # at ``_at``, if a part of it was returned and it lies in a map
+        self._current: RowPiece | None = None  # the batch ``_at``, if it is partly returned and lies in a memory map
         self._open: tuple[Part, PartReader] | None = None
         spans = [part.batches[number].buckets for part, number in self._batches]
         for before, after in pairwise(spans):
@@ -118,7 +118,7 @@ class _Cursor:
 
     def between(self, begin: int, end: int) -> Iterator[RowPiece]:
         if self._current is None:
-            self._order = IdCheck()  # a batch that was read before is read again
+            self._order = IdCheck()  # a partly returned batch is read once more
         while self._at < len(self._batches):
             part, number = self._batches[self._at]
             first_bucket, end_bucket = part.batches[number].buckets
@@ -143,7 +143,7 @@ class _Cursor:
 
 
 def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield :meth:`merged_range` of all buckets in Arrow, and check the number of rows."""
+    """Yield :meth:`merged_range` of all buckets as Arrow batches, then check the number of rows."""
     n_rows = 0
     for batch in map(in_arrow, merged_range(links, (0, N_BUCKETS), budget_bytes)):
         n_rows += batch.num_rows
@@ -164,20 +164,20 @@ def merged_range(
     *,
     is_reused: bool = False,
 ) -> Iterator[RowBatch]:
-    """Yield the rows of a table in buckets [begin, end), in their order, from the links of a chain, newest first.
+    """Yield a table's rows in buckets [begin, end), in bucket order, from the links of a chain, newest first.
 
-    Links below a whole one do not count. Within a link a row in any shard beats a delete in any. Memory is about
-    ``budget_bytes`` and one batch of the files, for any number of links. The less there is, the more often batches
-    across the border of two ranges are read again from unmapped files. ``used`` gets the rows of each piece before they
-    are yielded. With ``is_reused`` the next batch may overwrite the last one, since fresh memory is slower than the
-    copy.
+    Links older than a whole one are ignored. Within a link, a row in any shard overrides a delete in any shard. Memory
+    is about ``budget_bytes`` and one batch of the files, for any number of links. With a smaller budget, batches that
+    span two ranges are read again more often from unmapped files. ``used`` is called with the rows of each piece before
+    they are yielded. With ``is_reused`` each batch may overwrite the one before: writing to fresh memory would take
+    longer than the copy.
     """
     met = down_to_whole(links)
     chain, specs = [LinkCursor(link, buckets) for link in met], (ID_SPEC, *met[0].specs)
     batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // sum(spec.row_bytes for spec in specs))
     room = [np.empty(batch_rows, row_of(spec)) for spec in specs] if is_reused else None
     for part in bucket_ranges(met, buckets, budget_bytes * 3 // 4):
-        # Of which only one is there at once.
+        # Pieces come from a generator, so that only one of them is in memory at a time.
         pieces, name = _checked(current_rows(chain, part), used), met[0].entry.name
         yield from RangeRows(pieces).batches(name, specs, batch_rows, room)
 
@@ -196,7 +196,7 @@ def check_count(newest: TableReader, n_rows: int) -> None:
 
 
 def deleted_ids(links: Sequence[TableReader], budget_bytes: int) -> Iterator[Int64s]:
-    """Yield distinct ids that the newest of the links naming them delete, by ascending bucket ranges."""
+    """Yield the distinct ids whose newest mention in the links is a delete, by ascending bucket ranges."""
     chain = [LinkCursor(link, (0, N_BUCKETS)) for link in links]
     for begin, end in bucket_ranges(links, (0, N_BUCKETS), budget_bytes):
         named = NamedIds()
@@ -211,12 +211,12 @@ def deleted_ids(links: Sequence[TableReader], budget_bytes: int) -> Iterator[Int
 
 
 def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[RowPiece, Int64s]]:
-    """Yield each piece in a range of buckets, newest link first, and its rows that no newer link names."""
-    newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
+    """Yield each piece in a range of buckets, newest link first, with the rows that no newer link names."""
+    newer = NamedIds()  # has hashes of ids: ids in bucket order have hashes close to each other
     for cursor in chain:
         pieces, deleted = cursor.between(*buckets)
         is_oldest = cursor is chain[-1]
-        if not is_oldest and len(pieces) > 1:  # small and many where little has changed
+        if not is_oldest and len(pieces) > 1:  # deltas with few changes have many small pieces
             pieces = [RowPiece.joined(pieces)]
         for piece in pieces:
             yield piece, np.flatnonzero(newer.is_new(piece.hashes))
@@ -227,7 +227,7 @@ def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Itera
 class RangeRows:
     def __init__(self, pieces: Iterable[tuple[RowPiece, Int64s]]) -> None:
         self._pieces: list[RowPiece] = []
-        kept: list[Int64s] = []  # rows of each piece
+        kept: list[Int64s] = []  # per piece, the numbers of its rows
         for piece, rows in pieces:
             self._pieces.append(piece)
             kept.append(rows)
@@ -237,13 +237,13 @@ class RangeRows:
         numbers = np.arange(len(kept), dtype=np.min_scalar_type(len(kept)))
         of_piece = np.repeat(numbers, [len(rows) for rows in kept])
         order: slice | Int64s = slice(None)
-        if (buckets_of[1:] < buckets_of[:-1]).any():  # several shards that overlap, or several links
+        if (buckets_of[1:] < buckets_of[:-1]).any():  # when several links, or shards with common buckets, are merged
             order = np.argsort(buckets_of, kind="stable")  # 16 bits: radix sort
         self.hashes: Hashes = all_hashes[order]
         self._of_piece, self._rows = of_piece[order], np.concatenate([np.empty(0, np.int64), *kept])[order]
 
     def end(self) -> None:
-        """Check the rest of all pieces."""
+        """Check what is still unchecked in all pieces."""
         for piece in self._pieces:
             piece.end()
 
@@ -256,9 +256,9 @@ class RangeRows:
             yield RowBatch.of(table, specs[1:], [rows(number, each) for number, each in enumerate(rooms)])
 
     def at(self, places: Int64s) -> Callable[[int, npt.NDArray[Any] | None], npt.NDArray[Any]]:
-        """Return a function that gives a column of the rows at some places, as bytes of whole rows.
+        """Return a function that gives a column of the rows at ``places``, as bytes of whole rows.
 
-        It is a view if the rows lie together, else a copy, in the array that is passed with the number of the column.
+        The column is a view if the rows are adjacent in one piece, otherwise a copy in the array ``room`` or a new one.
         """
         rows, of_piece = self._rows[places], self._of_piece[places]
         first = int(of_piece[0])
@@ -275,7 +275,7 @@ class RangeRows:
                 return source[rows[0] : end]
             target = np.empty(len(rows), source.dtype) if room is None else room[: len(rows)]
             for piece, some, to in copies:
-                if isinstance(to, slice):  # by "raise", take would make a copy in between
+                if isinstance(to, slice):  # take() with mode="raise" would make another copy
                     self._pieces[piece].columns[number].take(some, out=target[to], mode="clip")
                 else:
                     target[to] = self._pieces[piece].columns[number][some]
@@ -289,9 +289,9 @@ class RangeRows:
 
 
 def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[tuple[int, Int64s, Int64s | slice]]:
-    """Yield (piece, its rows, their positions in the batch): what fills a batch.
+    """Yield (piece, its rows, their positions in the batch) for each copy that fills a batch.
 
-    Pieces that hold most rows of their span come first, as a slice whose gaps are filled later.
+    A piece that has most rows of a span of the batch comes first, as one slice; later copies overwrite its gaps.
     """
     by_piece = np.argsort(of_piece, kind="stable")
     places = np.split(by_piece, np.flatnonzero(np.diff(of_piece[by_piece])) + 1)

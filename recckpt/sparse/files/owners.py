@@ -1,4 +1,4 @@
-"""Which ranks own which ids, which rank reads each batch, and in which rounds they send rows (no torch here)."""
+"""Decides which ranks own which ids, which rank reads each batch, and in which rounds ranks send rows (no torch)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from recckpt.format.catalog import Batch, Part
 Int64s = npt.NDArray[np.int64]
 _Span = tuple[int, int, float]
 LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
-BLOCK_BYTES = 1 << 20  # small batches up to this size are read by one rank
-Window = Mapping[int, int]  # what a rank sends at once: to which rank about how many bytes
+BLOCK_BYTES = 1 << 20  # consecutive small batches of up to this size together are read by one rank
+Window = Mapping[int, int]  # rows that a rank sends in one round: receiving rank -> about how many bytes
 
 
 @dataclass(frozen=True)
 class IdSpan:
-    """The ids from ``least`` to ``greatest``, both included; empty if ``greatest`` is smaller."""
+    """The ids from ``least`` to ``greatest``, both included; empty if ``greatest`` is less than ``least``."""
 
     least: int
     greatest: int
 
     @classmethod
     def of_rows(cls, first: int, end: int, n_rows: int) -> IdSpan:
-        """Return the ids owned with rows [first, end) of ``n_rows``.
+        """Return the ids that the owner of rows [first, end) of ``n_rows`` owns.
 
-        Ids beyond the rows, which a load may skip, belong to the first and the last rank, so that each id is counted
-        once.
+        Ids beyond the rows, which a load may skip, belong to the owner of the first or the last row, so that each such
+        id is counted once.
         """
         if first >= end:
             return cls(0, -1)
@@ -49,7 +49,7 @@ class IdSpan:
 
     @property
     def spans(self) -> Iterator[_Span]:
-        """Ranges [begin, end) of ids, and the share of each that is owned."""
+        """Yield (begin, end, share): ranges [begin, end) of ids, and the owned share of each range."""
         yield self.least, self.greatest + 1, 1.0
 
 
@@ -74,9 +74,9 @@ class IdSpans:
 
 @dataclass(frozen=True)
 class IdBlock:
-    """One of ``size`` blocks of ids of equal width, as TorchRec gives them to ranks; ids count as unsigned.
+    """One of ``size`` blocks of ids of equal width, as TorchRec assigns them to ranks; ids count as unsigned.
 
-    Ids beyond all blocks are dealt in turn: the id ``i`` belongs to the block ``i % size``.
+    Ids beyond all blocks are assigned round-robin: id ``i`` belongs to block ``i % size``.
     """
 
     number: int
@@ -107,11 +107,11 @@ class IdBlock:
 
 
 EVERY_ID = IdSpan(LEAST, _GREATEST)
-OwnedIds = Slice | IdSpan | IdSpans | IdBlock  # for one table on one rank
+OwnedIds = Slice | IdSpan | IdSpans | IdBlock  # the ids of one table that one rank owns
 
 
 class Owners:
-    """Maps the ids of a table to the ranks that own them, one or more; the same on all ranks."""
+    """Maps the ids of a table to the one or more ranks that own them; equal on all ranks."""
 
     def __init__(self, owned: Mapping[int, Collection[OwnedIds]]) -> None:
         self._owned = owned
@@ -120,9 +120,9 @@ class Owners:
         self._by_id = _Spans((*span, rank) for one, rank in every if not isinstance(one, Slice) for span in one.spans)
 
     def shares(self, batch: Batch) -> Mapping[int, float]:
-        """Return about which share of a batch's rows each owner has, in a fixed order.
+        """Return about which share of a batch's rows each owning rank has, in a fixed order.
 
-        Ids are assumed to be spread evenly over the buckets, and over the range, of the batch.
+        Ids are assumed to be spread evenly over the batch's buckets and id range.
         """
         shares: dict[int, float] = {}
         for rank, share in self._by_bucket.shares(*batch.buckets):
@@ -162,11 +162,11 @@ class _Spans:
 
 @dataclass(frozen=True)
 class TableRequest:
-    """What a rank takes from a table of a link.
+    """What a rank needs from a table of a link.
 
     Attributes:
-        row_bytes: of a row in the columns, the id included.
-        owned: the rank's ids, of each table that it fills from this one.
+        row_bytes: bytes per row in ``columns``, including the id.
+        owned: the ids that the rank owns, one entry for each table that it fills from this one.
     """
 
     columns: frozenset[str]
@@ -175,13 +175,13 @@ class TableRequest:
 
 
 class DealtBatch(NamedTuple):
-    """A batch from which ranks take rows.
+    """A batch from which ranks need rows, with the rank that reads it.
 
     Attributes:
-        n_bytes: in the columns that ranks take.
-        columns: slots that ranks take.
-        reader: the rank that reads it.
-        sent: the other ranks that may need rows, and about how many bytes.
+        n_bytes: bytes of ``columns``.
+        columns: slots that ranks need.
+        reader: the rank that reads the batch.
+        sent: the other ranks that may need rows, and about how many bytes each.
     """
 
     shard: int
@@ -194,7 +194,7 @@ class DealtBatch(NamedTuple):
 
 
 class LinkRequests:
-    """What the ranks take from a link; ``of_tables`` is table -> rank -> request."""
+    """What all ranks need from a link; ``of_tables`` is table -> rank -> request."""
 
     def __init__(self, of_ranks: Sequence[Mapping[str, TableRequest]]) -> None:
         self._size = len(of_ranks)
@@ -202,20 +202,20 @@ class LinkRequests:
         for rank, requests in enumerate(of_ranks):
             for table, request in requests.items():
                 self.of_tables.setdefault(table, {})[rank] = request
-        known: dict[tuple[tuple[int, tuple[OwnedIds, ...]], ...], Owners] = {}  # tables mostly lie alike
+        known: dict[tuple[tuple[int, tuple[OwnedIds, ...]], ...], Owners] = {}  # most tables have equal owners
         self.owners: dict[str, Owners] = {}
         for table, some in self.of_tables.items():
             owned = tuple((rank, request.owned) for rank, request in some.items())
             self.owners[table] = known.get(owned) or known.setdefault(owned, Owners(dict(owned)))
 
     def deal(self, parts: Sequence[Part], shard: int) -> Iterator[DealtBatch]:
-        """Yield the batches of a shard that ranks take rows from, each with the rank that reads it.
+        """Yield the batches of a shard from which ranks need rows, each with the rank that reads it.
 
-        A batch, or a block of small ones, is read by one of the ranks that need it: the one that has read the fewest
-        bytes so far compared with what it owns. So a rank reads the batches that only it needs, ranks as at the save
-        send nothing, and otherwise each rank reads about as many bytes as it owns.
+        A batch, or a block of small ones, is read by a rank that needs it: the rank that lags furthest behind the bytes
+        it owns. So a batch that one rank needs is read by that rank; if the ranks are those of the save, they send
+        nothing; and each rank reads about as many bytes as it owns.
         """
-        owed: Counter[int] = Counter()  # bytes that a rank owns and has not read
+        owed: Counter[int] = Counter()  # bytes that a rank owns, minus those it was assigned to read
         for part in parts:
             for block in self._blocks(part):
                 for _, n_bytes, shares in block:
@@ -251,7 +251,7 @@ class LinkRequests:
 def agreed_rounds(of_ranks: Sequence[Sequence[Window]], room: int) -> list[frozenset[int]]:
     """Return which ranks send their next window in each round.
 
-    In a round a rank receives at most ``room`` bytes, unless a single window has more.
+    A rank receives at most ``room`` bytes per round, unless a single window is larger.
     """
     n_sent = [0] * len(of_ranks)
     rounds = []

@@ -1,4 +1,4 @@
-"""Readers of part files (docs/format.md, section 5): of a part, of a damaged part, and of all parts of a link."""
+"""Readers of part files (docs/format.md, section 5): of one part, one damaged part, or all parts of a link."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from recckpt.storage.retry import read_twice
 from recckpt.types import SlotSpec
 
 _T = TypeVar("_T")
-Values = bytes | memoryview  # a column of a batch, as in the file
+Values = bytes | memoryview  # the values of one column of a batch, byte for byte as in the file
 _EXTENSION = b"ARROW:extension:name"
-READ_BYTES = 16 << 20  # about what is asked of a store at once, if a batch has no more
-_GAP_BYTES = 64 << 10  # smaller gaps are read along, rather than asking twice
+READ_BYTES = 16 << 20  # about how many bytes one request to the storage asks for, unless one batch is larger
+_GAP_BYTES = 64 << 10  # ranges with a smaller gap between them are read in one request
 _MOST_OF_SCHEMA = 1 << 20  # bytes
-_HEAD_BYTES = 512  # enough for the descriptions of the names of tables and of the first batch
+_HEAD_BYTES = 512  # enough for the Arrow metadata of the table names and of the first batch
 
 
 def runs_of(items: Iterable[_T], most: int, size: Callable[[_T], int]) -> Iterator[list[_T]]:
@@ -57,9 +57,9 @@ def runs_of(items: Iterable[_T], most: int, size: Callable[[_T], int]) -> Iterat
 
 
 class _PartBytes:
-    """The bytes of a part: a map, or ranges read on demand; the first range is kept.
+    """The bytes of a part: a memory map, or ranges that are read on demand, of which the first is kept.
 
-    It must not refer to a reader: the cycle would keep the part mapped until a collection.
+    Must not refer to a reader: the reference cycle would keep the part mapped until a garbage collection.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class _PartBytes:
         return self._head[begin:end] if end <= len(self._head) else self._storage.read(self._path, end - begin, begin)
 
     def spanning(self, ranges: Iterable[tuple[int, int]]) -> Read:
-        """Return a reader for some ranges, which are read at once; close ranges are read together."""
+        """Return a reader for some ranges, after reading all of them at once; close ranges take one request."""
         if self._mapped is not None:
             return self
         spans = list[tuple[int, int]]()
@@ -95,16 +95,16 @@ class _PartBytes:
 
 
 class PartReader:
-    """Reads one part, and checks all bytes that it gives out against the catalog. Thread-safe.
+    """Reads one part and checks all bytes that it returns against the catalog. Thread-safe.
 
-    If the file is not mapped, its head is read once, and batches by as few requests as possible. Damage is a
+    If the file is not mapped, its head is read once, and batches with as few requests as possible. Damage raises
     CorruptCheckpointError.
 
     Args:
-        storage, directory: where the checkpoint lies.
+        storage, directory: the checkpoint's storage and directory.
         part: catalog entry of the file.
-        slots: the slots of its tables, by the manifest.
-        columns: slots to read beside the ids; None for all.
+        slots: the slots that the manifest lists for the part's tables.
+        columns: slots to read besides the ids; None for all.
         mapped: the bytes of the file, if the caller has them.
     """
 
@@ -127,7 +127,7 @@ class PartReader:
         self._twice(self._open)
 
     def _twice(self, read: Callable[[], _T], reopen: Callable[[], object] = lambda: None) -> _T:
-        """Read, and again if a file that is not local is damaged; bytes of the caller are read once."""
+        """Call ``read``; if a remote file is damaged, reopen and retry once. The caller's own bytes are read once."""
         return read() if self._own_map is not None else read_twice(self._storage, self.path, read, reopen)
 
     def _open(self) -> None:
@@ -147,7 +147,7 @@ class PartReader:
             raise self._corrupt("its size", f"{n_bytes} bytes", f"{self.part.n_bytes} bytes")
 
     def check_lengths(self) -> None:
-        """Refuse a part with a batch of another length than its rows; of an unmapped file only the size is checked."""
+        """Refuse a part with a batch length that does not fit its rows, or, if unmapped, with a wrong file size."""
         if self.mapped is None:
             self._check_size(self._storage.size(self.path))
             return
@@ -162,7 +162,7 @@ class PartReader:
                 yield number, self.read(number, None, span)
 
     def read(self, number: int, names: Iterable[str] | None = None, span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns to be read; those in ``names`` are checked, None for all."""
+        """Return the values of all requested columns, after checking the columns in ``names``; None checks all."""
         checked = self._read_names if names is None else tuple(names)
         first = [span] if span is not None else []
 
@@ -176,7 +176,7 @@ class PartReader:
         return self._twice(read, self._open)
 
     def unchecked(self, number: int, span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns to be read, unchecked."""
+        """Return the values of all requested columns, unchecked."""
         columns, bytes_in = dict[str, Values](), span or self._span([number])
         self._check_length(number, bytes_in)
         for name, begin, end in self._layout.columns(number):
@@ -201,10 +201,10 @@ class PartReader:
         try:
             self._layout.check_length(number, bytes_in)
         except ValueError as error:
-            raise self.damage(number, str(error), "rows as the catalog has them") from error
+            raise self.damage(number, str(error), "the rows that the catalog lists") from error
 
     def column_problem(self, number: int, values: Values, name: str) -> CorruptCheckpointError | None:
-        if name == TABLE:  # by which other readers tell tables apart
+        if name == TABLE:  # other readers tell tables apart by this column
             part, where = self.part, f", column {name!r}"
             if not self._names_checked:  # the batches of a file share one dictionary
                 if (names := self._layout.other_names()) is not None:
@@ -222,7 +222,7 @@ class PartReader:
         return None
 
     def check_frame(self) -> None:
-        """Check the bytes between the values, if the file is mapped; else it would be read again."""
+        """Check the bytes between the values if the file is mapped; otherwise they would have to be read once more."""
         if self.mapped is not None:
             self._twice(self._check_frame, self._open)
 
@@ -238,7 +238,7 @@ class PartReader:
             raise self._corrupt("its frame", f"checksum {frame.intdigest():016x}", f"{self.part.frame:016x}")
 
     def _column_names(self) -> list[str]:
-        """Return the columns in file order; checks the schema and, if the file is mapped, the footer."""
+        """Return the columns in file order, after checking the schema and, if the file is mapped, the footer."""
         try:
             if self.mapped is None:
                 found = pa.ipc.read_schema(pa.py_buffer(self._schema_bytes()))
@@ -255,14 +255,14 @@ class PartReader:
             for column in expected:
                 where, other = f"column {column.name!r}", found.field(column.name)
                 metadata, of_column = other.metadata or {}, column.metadata or {}
-                if _EXTENSION in metadata:  # its type is not registered here
+                if _EXTENSION in metadata:  # pyarrow does not know this extension type
                     kind = metadata[_EXTENSION].decode(errors="replace")
                     raise self._corrupt(where, f"the extension {kind!r:.200}", str(column.type))
                 if other.type != column.type or metadata.get(DTYPE_KEY) != of_column.get(DTYPE_KEY):
                     raise self._corrupt(where, str(other.type), str(column.type))
             return list(found.names)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._corrupt("", f"no Arrow file ({error})", "an Arrow IPC file") from error
+            raise self._corrupt("", f"not an Arrow file ({error})", "an Arrow IPC file") from error
 
     def _schema_bytes(self) -> Values:
         n_bytes = int.from_bytes(self._bytes(FIRST + 4, FIRST + PREFIX.size), "little")
@@ -284,9 +284,9 @@ class PartReader:
 
 
 class DamagedPart(PartReader):
-    """Finds batches by the catalog alone; size, schema, footer and end of the file may be wrong.
+    """Reads a part whose size, schema, footer or end may be wrong; batches are located by the catalog alone.
 
-    It is not mapped: an unreadable disk block raises an error here, while in a map it would kill the process.
+    The file is not mapped: reading an unreadable disk block then raises an error; in a map it would kill the process.
     """
 
     def _open(self) -> None:
@@ -297,12 +297,12 @@ class DamagedPart(PartReader):
         names = [TABLE, ID, *(slot.name for slot in self._slots)]
         try:
             in_file = list(pa.ipc.read_schema(pa.py_buffer(self._schema_bytes())).names)
-        except (pa.ArrowException, OSError, ValueError):  # the schema is no help
+        except (pa.ArrowException, OSError, ValueError):  # unreadable schema: use the manifest's order of columns
             in_file = []
         self._layout = self._laid_out(in_file if sorted(in_file) == sorted(names) else names)
 
     def _check_length(self, number: int, bytes_in: Read) -> None:
-        """Do nothing: checksums find it."""
+        """Check nothing here: the checksums of the columns find wrong lengths, too."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +310,8 @@ class LinkBatches:
     """The parts of a link that may have rows or deletes for a rank.
 
     Attributes:
-        tables: those read from it; newer links hold all rows of the others.
-        parts: by shard, deletes before rows.
+        tables: tables to read from this link; newer links have all rows of the other tables.
+        parts: shard -> its parts, deletes before rows.
     """
 
     files: Files
@@ -329,7 +329,7 @@ class LinkBatches:
 
     def reader(self, part: Part, slots: Sequence[SlotSpec], columns: frozenset[str]) -> PartReader:
         key = part.file, columns
-        with self._opening[key]:  # by one thread: its head, or its footer, says where all its batches are
+        with self._opening[key]:  # one thread opens the file and reads its head or footer; others wait for the reader
             if key not in self._readers:
                 self._readers[key] = PartReader(self.files, self.directory, part, slots, columns)
         return self._readers[key]

@@ -1,4 +1,4 @@
-"""Plans and writes parts: cut between buckets, of about equal size; Arrow makes the frame (no torch here)."""
+"""Plans and writes part files of about equal size, cut at bucket borders; Arrow writes the frame (no torch here)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 PART_BYTES = 1 << 30
-_MAX_TABLES = 32_767  # part of the format: the table column counts in int16
-_ID_BYTES = 8 + 2  # the id and table columns
-_SMALL_BYTES = 16 << 10  # pieces of a file that are written together
+_MAX_TABLES = 32_767  # part of the format: the table column is int16
+_ID_BYTES = 8 + 2  # bytes of the id and table columns per row
+_SMALL_BYTES = 16 << 10  # smaller pieces of a file are collected and written together
 _TABLE_SPEC = SlotSpec(TABLE, "int16", ())
 _ALIGN = 64
 
@@ -32,8 +32,8 @@ _ALIGN = 64
 class TableBytes:
     """The size of the rows of one table.
 
-    ``up_to`` returns for each bucket the bytes of rows in it and in lower buckets. It is called only for a table that
-    is cut, since counting takes as long as reading all ids.
+    ``up_to`` returns, for each bucket, the bytes of rows in this and all lower buckets. It is called only for a table
+    that is cut, because counting takes as long as reading all ids.
     """
 
     name: str
@@ -49,7 +49,7 @@ class TableBytes:
 
 
 @dataclass(frozen=True)
-class BucketRange:  # the rows of one table in buckets [begin, end)
+class BucketRange:  # stands for the rows of one table in buckets [begin, end)
     table: str
     begin: int
     end: int
@@ -57,12 +57,12 @@ class BucketRange:  # the rows of one table in buckets [begin, end)
 
 @dataclass(frozen=True)
 class PartPlan:
-    """Part ``number`` of a group: the tables with the same slots."""
+    """Part ``number`` of a group; a group is the tables with equal slots."""
 
     group: int
     number: int
     slots: tuple[SlotSpec, ...]
-    ranges: tuple[BucketRange, ...]  # in file order; of different tables
+    ranges: tuple[BucketRange, ...]  # in file order, at most one per table
 
     @property
     def tables(self) -> list[str]:
@@ -81,12 +81,12 @@ def plan_parts(
     part_bytes: int = PART_BYTES,
     buckets: tuple[int, int] = (0, N_BUCKETS),
 ) -> list[PartPlan]:
-    """Divide the rows of tables in buckets [begin, end) over parts, ordered by group and number.
+    """Divide the rows of tables in buckets [begin, end) among parts, ordered by group and number.
 
-    A large table is spread over as many parts as there are writers; parts are planned between ``least_bytes`` and
-    ``part_bytes``. Parts of a group differ in size by about the rows of one bucket. There are at most groups +
-    n_writers + total bytes / part_bytes parts, and one more for every 32,767 tables. A group keeps its number if its
-    tables are empty.
+    A large table is spread over as many parts as there are writers. Parts are planned to have between ``least_bytes``
+    and ``part_bytes`` bytes; parts of a group differ in size by about the rows of one bucket. There are at most
+    groups + n_writers + total bytes / part_bytes parts, and one more for every 32,767 tables. A group without rows
+    keeps its number.
     """
     groups: dict[tuple[SlotSpec, ...], list[TableBytes]] = {}
     for table in tables:
@@ -113,7 +113,7 @@ def _parts(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int
 
 
 def _cut(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int) -> Iterator[BucketRange | None]:
-    """Lay tables end to end and cut them into equal parts; yield their ranges, and None at the end of a part."""
+    """Place tables end to end and cut them into equal parts; yield their ranges, and None at the end of each part."""
     sizes = [table.within(begin, end) for table in tables]
     total, before = sum(sizes), 0
     n_parts = max(1, round(total / target_bytes))
@@ -130,9 +130,9 @@ def _cut(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int) 
 
 
 def _cut_one(table: str, up_to: Int64s, limits: Int64s, begin: int, end: int) -> Iterator[BucketRange | None]:
-    """Cut a table at the bucket border nearest to each limit, a number of bytes from ``begin``; yield None if empty."""
+    """Cut a table at the bucket border nearest to each limit (bytes from ``begin``); yield None after each cut."""
     up_to = np.concatenate([[0], up_to[begin:end] - _before(up_to, begin)])
-    after = np.searchsorted(up_to, limits)  # the first border with at least as many bytes before it
+    after = np.searchsorted(up_to, limits)  # first border that is preceded by at least as many bytes as the limit
     borders = np.where((after > 0) & (limits - up_to[after - 1] < up_to[after] - limits), after - 1, after)
     at = 0
     for border in borders.tolist():
@@ -150,7 +150,7 @@ def _before(up_to: Int64s, bucket: int) -> int:
 
 @dataclass(frozen=True)
 class ColumnBytes:
-    """Values of a column of a batch, in pieces; asking for the next piece may overwrite the last."""
+    """Values of a column of a batch, in pieces; fetching the next piece may overwrite the last one."""
 
     spec: SlotSpec
     n_rows: int
@@ -161,14 +161,14 @@ class ColumnBytes:
         return self.n_rows * self.spec.row_bytes
 
 
-class RowBatch(NamedTuple):  # in bucket order: one batch of a part
+class RowBatch(NamedTuple):  # one batch of a part, rows in bucket order
     table: str
     ids: npt.NDArray[np.int64]
     slots: Sequence[ColumnBytes]
 
     @classmethod
     def of(cls, table: str, slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> RowBatch:
-        """Return rows from columns (ids, then slots) whose memory holds whole rows."""
+        """Return a batch of columns (ids, then slots); each item of a column's array holds a whole row."""
         ids, *values = columns
         pairs = zip(slots, values, strict=True)
         return cls(table, ids.view(np.int64), [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in pairs])
@@ -177,16 +177,16 @@ class RowBatch(NamedTuple):  # in bucket order: one batch of a part
 class RowStream(Protocol):
     @property
     def size(self) -> TableBytes:
-        """The table, its slots and size, from which parts are planned."""
+        """The table's name, slots and size, which the planning of parts needs."""
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
-        """Yield the rows in buckets [begin, end); asking for the next batch may invalidate the last."""
+        """Yield the rows in buckets [begin, end); fetching the next batch may invalidate the last one."""
 
 
 def planned_batches(
     plan: PartPlan, sources: Mapping[str, RowStream], advance: Callable[[int], object]
 ) -> Iterator[RowBatch]:
-    """Yield the batches of a planned part; ``advance`` gets the bytes of each once it is written."""
+    """Yield the batches of a planned part; call ``advance`` with the bytes of each batch once it is written."""
     size = row_bytes(plan.slots)
     for cut in plan.ranges:
         for batch in sources[cut.table].batches(cut.begin, cut.end):
@@ -202,9 +202,9 @@ def write_part(
     *,
     holds: PartKind = "rows",
 ) -> Part | None:
-    """Write batches as a part, and return its catalog entry; None if there are no batches.
+    """Write batches as a part and return its catalog entry; return None if there are no batches.
 
-    ``create`` returns the name of a new file and the file; it is called only if there is something to write.
+    ``create`` makes a new file and returns its name and sink; it is called only if there are batches.
     """
     first = next(batches, None)
     if first is None:
@@ -232,7 +232,7 @@ class PartWriter:
         self._arrow = pa.ipc.new_file(pa.PythonFile(self._framed, "w"), self._schema)
 
     def write(self, batch: RowBatch) -> None:
-        """Write rows of one table; their slots must be in the order of the part."""
+        """Write rows of one table, with the slots in the order of the part."""
         table, ids, slots = batch
         columns = [ColumnBytes(ID_SPEC, len(ids), [ids.view(np.uint8)]), *slots]
         numbers = np.full(len(ids), self._numbers[table], np.int16).view(np.uint8)
@@ -256,9 +256,9 @@ class PartWriter:
 class _FrameSink(SinkFile):
     """The file that Arrow writes to; hashes all bytes that no column checksum covers.
 
-    Arrow lays out the frame without reading the values, so it gets placeholder memory. When it writes a placeholder,
-    the real values are fetched, hashed and written instead, in pieces small enough for the cache. Small pieces of the
-    frame are written together, because each write costs as much as the rows of a small delta.
+    Arrow lays out the frame without reading the values, so it gets placeholder memory. When Arrow writes a placeholder,
+    the real values are fetched, hashed and written in its place, in pieces small enough for the CPU cache. Small pieces
+    of the frame are collected, because each write costs as much as the rows of a small delta.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -266,7 +266,7 @@ class _FrameSink(SinkFile):
         self.frame = xxhash.xxh3_64()
         self._small = bytearray()
         self._space = pa.py_buffer(b"")
-        self._columns: dict[int, ColumnBytes] = {}  # by address: those that are being written
+        self._columns: dict[int, ColumnBytes] = {}  # address of the placeholder -> column of the current batch
         self._xxh3: dict[str, int] = {}
 
     def stand_ins(self, columns: Sequence[ColumnBytes]) -> dict[str, pa.Buffer]:
@@ -280,10 +280,10 @@ class _FrameSink(SinkFile):
         return {column.spec.name: buffer for buffer, column in zip(buffers, columns, strict=True)}
 
     def take_checksums(self) -> dict[str, int]:
-        """Return the checksums of the columns; RuntimeError if one was not written."""
+        """Return the checksums of the columns. Raises RuntimeError if Arrow did not write a column."""
         left_out = [c.spec.name for c in self._columns.values() if c.spec.name not in self._xxh3]
-        if left_out:  # by an Arrow that copies what it is given: the zeros of its stand-ins would be in the file
-            raise RuntimeError(f"Arrow {pa.__version__} did not write the columns {left_out} as they were given")
+        if left_out:  # this Arrow copies the placeholders, so their zeros would be in the file
+            raise RuntimeError(f"Arrow {pa.__version__} wrote the columns {left_out} from a copy, without their values")
         self._columns = {}
         return self._xxh3
 
@@ -300,7 +300,7 @@ class _FrameSink(SinkFile):
             self._pass_on(buffer)
             n_bytes += len(buffer)
         if n_bytes != column.n_bytes:
-            raise RuntimeError(f"column {column.spec.name!r} has {n_bytes} bytes in place of {column.n_bytes}")
+            raise RuntimeError(f"column {column.spec.name!r} has {n_bytes} bytes, expected {column.n_bytes}")
         self._xxh3[column.spec.name] = xxh3.intdigest()
         return n_bytes
 

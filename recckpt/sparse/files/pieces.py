@@ -1,7 +1,7 @@
-"""The checked walk over the batches of a part: each is read, checksummed and decoded once (no torch here).
+"""Reads, checksums and decodes the batches of a part, each once (no torch here).
 
-Readers of rows take them as a :class:`RowPiece`, and pass over its slots from front to back. Checksums are taken on the
-way, so the bytes come into the cache once for both.
+A reader gets the rows as :class:`RowPiece` and goes over each slot from front to back. Checksums are computed in the
+same pass, so the bytes are loaded into the CPU cache once for both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
-TO_BUCKET = np.uint64(48)  # bits of a hash below those of the bucket
+TO_BUCKET = np.uint64(48)  # a hash shifted right by this many bits is the bucket
 _OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
 
 
@@ -36,7 +36,7 @@ def named_twice(ids: Int64s) -> tuple[str, str]:
 
 
 class _Unchecked:
-    """The slots of a batch whose checksums are incomplete, and how far each has come."""
+    """The slots of a batch whose checksums are not complete yet, with the number of bytes hashed of each."""
 
     def __init__(self, reader: PartReader, number: int, values: Mapping[str, Values]) -> None:
         self._reader, self._number = reader, number
@@ -58,7 +58,7 @@ class _Unchecked:
 
 
 class RowPiece:
-    """Rows of one batch, all or some, column by column (ids first) as bytes of whole rows; the ids are checked.
+    """All or some rows of one batch as columns, ids first; an item of a column is a whole row. The ids are checked.
 
     ``hashes`` of the ids are distinct for distinct ids, and ordered by bucket.
     """
@@ -85,18 +85,18 @@ class RowPiece:
         return sum(column.nbytes for column in self.columns)
 
     def pass_to(self, column: int, row: int) -> None:
-        """Continue the checksum of a column up to a row, which is read next."""
+        """Continue the checksum of a column up to ``row``; call it just before these rows are read."""
         if self._unchecked is not None and column:
             self._unchecked.pass_to(column - 1, self._first + row)
 
     def check(self) -> RowPiece:
-        """Finish the checksums of the batch and return this piece; CorruptCheckpointError if a slot is damaged."""
+        """Complete the checksums of the batch and return this piece. Raises CorruptCheckpointError on damage."""
         for problem in self.problems():
             raise problem
         return self
 
     def end(self) -> None:
-        """Check the bytes that were not read yet, unless the next piece continues the batch."""
+        """Check the bytes that have not been hashed yet, unless a later piece continues the batch."""
         if not self._goes_on:
             self.check()
 
@@ -105,17 +105,17 @@ class RowPiece:
             yield from self._unchecked.problems()
 
     def some(self, first: int, end: int, *, goes_on: bool) -> RowPiece:
-        """Return the rows [first, end); with ``goes_on`` another piece continues the batch and ends it."""
+        """Return the rows [first, end). ``goes_on`` means that another piece continues and completes the batch."""
         columns = [column[first:end] for column in self.columns]
         return RowPiece(columns, self.hashes[first:end], self._unchecked, first=self._first + first, goes_on=goes_on)
 
     def copy(self) -> RowPiece:
-        """Return a checked copy, which does not keep the rest of the batch in memory."""
+        """Check this piece and return a copy, which does not keep the rest of the batch in memory."""
         return RowPiece([column.copy() for column in self.check().columns], self.hashes.copy())
 
     @classmethod
     def of(cls, reader: PartReader, number: int, values: Mapping[str, Values], *, is_checked: bool) -> RowPiece:
-        """Return a batch whose ids are checked; its slots are checked too, or will be as they pass."""
+        """Return a batch whose ids are checked. Unless ``is_checked``, its slots are checked as they are read."""
         columns = [np.frombuffer(values[spec.name], row_of(spec)) for spec in (ID_SPEC, *reader.specs)]
         hashes = mix64(columns[0].view(np.uint64))
         return cls(columns, hashes, None if is_checked else _Unchecked(reader, number, values))
@@ -131,15 +131,15 @@ def ids_of(pieces: Iterable[RowPiece]) -> Int64s:
 
 
 class IdCheck:
-    """Checks the ids of one table in one part, batch by batch: bucket order, and no id twice."""
+    """Checks the ids of one table in one part, batch by batch: they are in bucket order, and none occurs twice."""
 
     def __init__(self) -> None:
         self._first_bucket = self._bucket = -1
-        self._head: Int64s = np.empty(0, np.int64)  # the ids in the first bucket, where the part before may end
-        self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
+        self._head: Int64s = np.empty(0, np.int64)  # ids in the first bucket, which the part before may share
+        self._tail: Int64s = np.empty(0, np.int64)  # ids so far in the last bucket, which the next batch may continue
 
     def piece(self, reader: PartReader, number: int, *, is_whole: bool = False) -> RowPiece:
-        """Return the next batch; slots in a map are checked as they pass, unless ``is_whole`` asks for it now."""
+        """Return the next batch. Slots in a memory map are checked as they are read, or now if ``is_whole``."""
         is_checked = is_whole or reader.mapped is None
         values = reader.read(number, None if is_checked else (TABLE, ID))
         piece = RowPiece.of(reader, number, values, is_checked=is_checked)
@@ -168,7 +168,7 @@ class IdCheck:
         self._tail = distinct(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
 
     def follow(self, before: IdCheck) -> Iterator[tuple[str, str]]:
-        """Yield (found, expected) for each conflict with the part before; take over its open bucket."""
+        """Yield (found, expected) for each conflict with the part before; take over the ids of a bucket both share."""
         if self._first_bucket < before._bucket:
             yield _OUT_OF_ORDER
         elif self._first_bucket == before._bucket:
@@ -179,7 +179,7 @@ class IdCheck:
 
 
 def check_range(ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
-    """Yield (found, expected) if ids are not in the range by which readers choose the batch."""
+    """Yield (found, expected) if the ids' range differs from the catalog's, by which readers select the batch."""
     of_ids = int(ids.min()), int(ids.max())
     if of_ids != batch.ids:
         yield f"ids from {of_ids[0]} to {of_ids[1]}", f"from {batch.ids[0]} to {batch.ids[1]}"

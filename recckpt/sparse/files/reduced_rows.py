@@ -1,4 +1,4 @@
-"""The rows of a table to be saved, if these are not all rows, not all slots, or not in their dtypes."""
+"""Selects what a save writes of a table when some rows or slots are left out, or stored in another dtype."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
 from recckpt.types import SlotSpec
 
 Bytes = npt.NDArray[np.uint8]
-_PIECE = 1 << 15  # values: they stay in the cache, and torch makes no threads for them
+_PIECE = 1 << 15  # values: few enough for the CPU cache, and for torch not to use several threads
 Int64s = npt.NDArray[np.int64]
 _PIECE_ROWS = 1 << 17
 
 
 def narrow(table: str, values: Bytes, slot: SlotSpec, target: Bytes, stored: SlotSpec) -> float:
-    """Write the values of a slot to ``target`` in another dtype, rounded to nearest, and return the largest error.
+    """Write a slot's values to ``target`` in a narrower dtype, rounded to nearest; return the largest rounding error.
 
-    Infinities and NaN stay. ValueError if a number is beyond the dtype.
+    Infinities and NaN are kept. Raises ValueError if a finite value overflows the dtype.
     """
     wide = torch.from_numpy(values).view(getattr(torch, slot.dtype))
     narrowed = torch.from_numpy(target).view(getattr(torch, stored.dtype))
@@ -44,9 +44,9 @@ def narrow(table: str, values: Bytes, slot: SlotSpec, target: Bytes, stored: Slo
             beyond = piece[is_finite & ~torch.isfinite(error)]
             if len(beyond):
                 raise ValueError(
-                    f"table {table!r}, {slot.name!r}: found {float(beyond[0]):g}, expected numbers that {stored.dtype} "
-                    f"holds, in which 'store' puts them: store the slot as "
-                    f"{'bfloat16' if stored.dtype == 'float16' else 'float32'}, or as it is"
+                    f"table {table!r}, {slot.name!r}: found {float(beyond[0]):g}, expected numbers within the range of "
+                    f"{stored.dtype}, which 'store' asks for: store the slot as "
+                    f"{'bfloat16' if stored.dtype == 'float16' else 'float32'}, or in its own dtype"
                 )
             largest = float(torch.where(is_finite, error, 0.0).max())
         worst = max(worst, largest)
@@ -55,27 +55,27 @@ def narrow(table: str, values: Bytes, slot: SlotSpec, target: Bytes, stored: Slo
 
 @dataclass(frozen=True)
 class TableChoice:
-    """The slots, as stored and in the order of a file, and the rows of a table to be saved."""
+    """The slots of a table to save, with their stored dtypes and in file order, and the filter of its rows."""
 
     slots: tuple[SlotSpec, ...]
     where: RowFilter | None
     reduced: Reduced
 
     @property
-    def read(self) -> frozenset[str]:  # slots, those of conditions included
+    def read(self) -> frozenset[str]:  # slots to save, and slots that the filter's conditions need
         return frozenset(slot.name for slot in self.slots) | (self.where.slots if self.where else frozenset())
 
     @property
-    def row_bytes(self) -> int:  # the id included
+    def row_bytes(self) -> int:  # including the id
         return 8 + sum(slot.row_bytes for slot in self.slots)
 
 
 class ReducedSource:
-    """The chosen slots and rows of a source, as rows 0 to ``n_rows - 1`` of a table to be saved.
+    """The chosen slots and rows of a source, numbered 0 to ``n_rows - 1``.
 
-    Rows are chosen at the first access. Conditions are tested on all rows of the table, also for a delta, since a
-    checkpoint says how many rows it has. A changed row that fails them becomes a delete of a delta, since the base may
-    have it. An unchanged row meets them or not as it did before.
+    Rows are chosen at the first access. Conditions are evaluated on all rows of the table, also for a delta, because a
+    checkpoint states how many rows it has. In a delta, a changed row that fails the conditions becomes a delete, since
+    the base may have it. An unchanged row gives the same result as at the last save.
     """
 
     def __init__(self, source: TableSource, choice: TableChoice) -> None:
@@ -110,7 +110,7 @@ class ReducedSource:
 
     @property
     def n_all(self) -> int:
-        """Chosen rows of the table, unchanged ones included."""
+        """Number of chosen rows of the table, including unchanged ones."""
         return self._source.n_all if self._rows is None else self._rows.n_all
 
     @property
@@ -123,27 +123,27 @@ class ReducedSource:
 
     @property
     def reduced(self) -> Reduced:
-        """What was left out, as far as rows have been read."""
+        """What was left out of the rows that have been read so far."""
         dtypes = self._choice.reduced.dtypes
         narrowed = tuple(Narrowed(slot, dtype, self._errors[slot]) for slot, dtype in dtypes.items())
         n_left_out = 0 if self._rows is None else self._rows.n_left_out
         return replace(self._choice.reduced, rows=n_left_out, narrowed=narrowed)
 
     def deletes(self) -> Int64s:
-        """Return the distinct ids that a delta deletes, changed rows that are not chosen included."""
+        """Return the distinct ids that a delta deletes, including changed rows that the filter excludes."""
         deleted = self._source.deletes()
         return deleted if self._rows is None else np.concatenate([deleted, self._rows.gone])
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """As :meth:`TableSource.read_slots`.
+        """Copy values as :meth:`TableSource.read_slots` does, in the stored dtypes.
 
         Raises:
-            ValueError: a number is beyond the dtype in which it is stored.
+            ValueError: a number overflows the dtype in which it is stored.
         """
         rows, wide = self._of_source(rows), dict[str, Bytes]()
         for name in targets.keys() & self._narrowed.keys():
             n_bytes = len(rows) * self._narrowed[name][0].row_bytes
-            kept: Bytes | None = self._scratch.__dict__.get(name)  # memory of this thread
+            kept: Bytes | None = self._scratch.__dict__.get(name)  # a buffer of this thread, reused
             if kept is None or len(kept) < n_bytes:
                 kept = self._scratch.__dict__[name] = np.empty(n_bytes, np.uint8)
             wide[name] = kept[:n_bytes]

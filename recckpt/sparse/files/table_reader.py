@@ -1,8 +1,8 @@
-"""The rows of one table in one link: every byte checked, in bucket order, no id twice (no torch here).
+"""Reads the rows of one table in one link, checking every byte, bucket order, and that no id repeats (no torch here).
 
-A link names an id as a row or as a delete, once in each of its shards. A row in any shard beats a delete in any, and
-the newest link that names an id decides. Damage, and an id twice, are a CorruptCheckpointError. For ids hashed in
-memory as they come see :class:`recckpt.sparse.files.filler.KnownIds`.
+A link names an id as a row or as a delete, once in each of its shards. A row in any shard overrides a delete in any
+shard, and the newest link that names an id decides. Damage and repeated ids raise CorruptCheckpointError. For ids that
+are hashed in memory in any order see :class:`recckpt.sparse.files.filler.KnownIds`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from recckpt.types import SlotSpec
 
 Damage = Callable[[str, str, str], Exception]  # takes (where, found, expected)
 
-ABSENT, DELETED = -1, -2  # in place of a row
-_WINDOW_ROWS = 8 << 20  # ids that are compared at once
+ABSENT, DELETED = -1, -2  # used in place of a row number
+_WINDOW_ROWS = 8 << 20  # number of ids compared at once
 
 
 class AskedLink(Protocol):
     def find(self, ids: Int64s) -> Int64s:
-        """Return the row of each id; ABSENT if the link does not name it, DELETED if it deletes it."""
+        """Return the row number of each id: ABSENT if the link does not name the id, DELETED if it deletes the id."""
 
 
 _Link = TypeVar("_Link", bound=AskedLink)
 
 
 def newest(links: Iterable[_Link], ids: Int64s) -> Iterator[tuple[_Link, Int64s, Int64s]]:
-    """Ask links, newest first, until all ids are named; yield (link, positions of ids with rows in it, these rows)."""
+    """Search links, newest first, until all ids are named; yield (link, positions of ids with rows there, the rows)."""
     left = np.arange(len(ids))
     for link in links if len(ids) else ():
         rows = link.find(ids[left])
@@ -55,9 +55,9 @@ def newest(links: Iterable[_Link], ids: Int64s) -> Iterator[tuple[_Link, Int64s,
 
 
 def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, between: bool = True) -> None:
-    """Raise ``damage`` if a link names an id twice: as a row and a delete of one shard, or as a row of two shards.
+    """Raise ``damage`` if a link repeats an id: as a row and a delete of one shard, or as a row of two shards.
 
-    ``shards`` has the distinct ids of rows and of deletes of each. ``between`` asks to compare shards with each other.
+    ``shards`` has, for each shard, the distinct ids of rows and of deletes. ``between`` compares shards to each other.
     """
     pairs = list(shards)
     of_shards = [rows for rows, _ in pairs if len(rows)]
@@ -68,7 +68,7 @@ def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, betwe
 
 
 class LinkIds:
-    """The ids that one link names: sorted ids of rows, and deletes without a row."""
+    """The ids that one link names: sorted ids of rows, and ids of deletes that have no row."""
 
     def __init__(self, rows: Int64s, deletes: Iterable[Int64s]) -> None:
         deleted = distinct(np.empty(0, np.int64), *deletes)
@@ -82,7 +82,7 @@ class LinkIds:
         return places
 
 
-class NamedIds:  # by newer links; ids, or their hashes
+class NamedIds:  # ids, or hashes of ids, that newer links name
     def __init__(self) -> None:
         self._ordered: npt.NDArray[Any] | None = None
 
@@ -95,7 +95,7 @@ class NamedIds:  # by newer links; ids, or their hashes
 
 
 def may_repeat(catalogs: Sequence[Catalog], table: str) -> bool:
-    """Say whether an id of a table may be in two shards: both their ids and their buckets overlap."""
+    """Say whether two shards may share an id of a table, because both their id ranges and their buckets overlap."""
     if are_disjoint(catalog.ids[table] for catalog in catalogs if table in catalog.ids):
         return False
     spans = []
@@ -109,13 +109,13 @@ def may_repeat(catalogs: Sequence[Catalog], table: str) -> bool:
 
 @dataclass(frozen=True)
 class TableReader:
-    """Reads slots and ids of one table in one directory; of a delta, only what it holds itself."""
+    """Reads slots and ids of one table in one directory; of a delta, only the rows and deletes in its own files."""
 
     storage: Files
     directory: str
-    catalogs: Sequence[Catalog]  # one a shard
+    catalogs: Sequence[Catalog]  # one per shard
     entry: TableEntry
-    slots: Sequence[str]  # to read, in the order of the table
+    slots: Sequence[str]  # slots to read, in the order of the table
 
     @property
     def specs(self) -> tuple[SlotSpec, ...]:
@@ -123,7 +123,7 @@ class TableReader:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all files are memory maps, so that keeping rows costs nothing."""
+        """Whether all files are memory-mapped, so that keeping rows takes no memory of its own."""
         parts = (part for catalog in self.catalogs for part, _ in catalog.parts_of(self.entry.name))
         return all(self.storage.map(layout.join(self.directory, part.file)) is not None for part in parts)
 
@@ -136,14 +136,14 @@ class TableReader:
         return PartReader(self.storage, self.directory, part, slots, names)
 
     def all_rows(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows; if shards overlap, their ids are compared first."""
+        """Yield all rows; if shards overlap, first check that no id is in two of them."""
         self.check_shards()
         for catalog in self.catalogs:
             for _, _, piece in self.batches(catalog, "rows", None):
                 yield record_batch(self.specs, piece.columns)
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ids, which are sorted and distinct; batches that cannot hold them are not read."""
+        """Yield the rows of sorted, distinct ids; skip batches whose buckets or id range exclude all of these ids."""
         sought, is_found = IdSet(ids), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
             for _, _, piece in self.batches(catalog, "rows", sought):
@@ -161,14 +161,14 @@ class TableReader:
             raise problem
 
     def repeats(self) -> Iterator[CorruptCheckpointError]:
-        """Yield an error for each range of buckets with an id in two shards; reads only if shards overlap.
+        """Yield an error for each range of buckets with an id in two shards; read files only if shards overlap.
 
-        The caller must check that ids lie in the buckets and ranges of their batches.
+        The caller must check that ids lie in the buckets and id ranges of their batches.
         """
         if not self.may_repeat:
             return
         n_rows = sum(catalog.counts("rows").get(self.entry.name, 0) for catalog in self.catalogs)
-        width = max(1, N_BUCKETS * _WINDOW_ROWS // max(n_rows, _WINDOW_ROWS))  # buckets compared at once
+        width = max(1, N_BUCKETS * _WINDOW_ROWS // max(n_rows, _WINDOW_ROWS))  # number of buckets compared at once
         for begin in range(0, N_BUCKETS, width):
             shards = [distinct(self._ids_in(catalog, begin, begin + width)) for catalog in self.catalogs]
             if len(twice := repeated(np.concatenate(shards))):
@@ -189,7 +189,7 @@ class TableReader:
         return np.concatenate(pieces)
 
     def batches(self, catalog: Catalog, kind: PartKind, ids: IdSet | None) -> Iterator[tuple[Part, int, RowPiece]]:
-        """Yield (part, number, rows) for batches of a shard that may have rows, or deletes, of ids; None for all."""
+        """Yield (part, number, rows) of a shard's batches that may have rows or deletes of ``ids``; None for all."""
         order = IdCheck()
         for part, numbers in catalog.parts_of(self.entry.name, kind):
             batches = ((number, part.batches[number]) for number in numbers)
@@ -202,13 +202,13 @@ class TableReader:
 
 
 def table_damage(table: TableReader, where: str, found: str, expected: str) -> CorruptCheckpointError:
-    """Return the error for a table if no single file is to blame."""
+    """Return an error about a table that no single file causes."""
     path, name = layout.join(table.directory, layout.SPARSE_DIR), f"table {table.entry.name!r}"
     return CorruptCheckpointError(path, f"{name}, {where}" if where else name, found=found, expected=expected)
 
 
 def asked_slots(table: str, slots: Sequence[SlotSpec], columns: Collection[str] | None) -> list[SlotSpec]:
-    """Return the slots that ``columns`` names, in the order of the table, or all; KeyError for an unknown one."""
+    """Return the slots that ``columns`` names (None: all), in table order. Raises KeyError for an unknown slot."""
     if isinstance(columns, str):
         raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
     names = [slot.name for slot in slots]
@@ -219,7 +219,7 @@ def asked_slots(table: str, slots: Sequence[SlotSpec], columns: Collection[str] 
 
 
 def record_batch(slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> pa.RecordBatch:
-    """Return rows of one table in Arrow, without a copy."""
+    """Return rows of one table as an Arrow batch, without a copy."""
     specs, n_rows = (ID_SPEC, *slots), columns[0].size
     arrays = [column_array(spec, pa.py_buffer(c), n_rows) for spec, c in zip(specs, columns, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=table_schema(slots))

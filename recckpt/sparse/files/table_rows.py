@@ -1,4 +1,4 @@
-"""The rows of a table, ours or foreign, unchanged while the saver reads them in bucket order."""
+"""Gives the saver the rows of a table, HashTable or foreign, in bucket order and unchanged while it reads them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from recckpt.sparse.table.store import Ids, is_stored
 from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
-LEAST_BATCH_BYTES = 1 << 20  # for deltas: the fewer rows have changed, the smaller are batches, and each has its cost
-PIECE_BYTES = 512 << 10  # of a column that is copied, hashed and written: it fits into the second cache of a core
+LEAST_BATCH_BYTES = 1 << 20  # batches of a delta shrink with the number of changed rows, but each batch has a cost
+PIECE_BYTES = 512 << 10  # size of a piece of a column that is copied, hashed and written: fits the L2 cache of a core
 
 
 class BucketOrder:
-    """The rows of each bucket. Thread-safe.
+    """Sorts the rows of a table by bucket. Thread-safe.
 
-    At most ``budget_rows`` are ordered at once, unless a bucket has more; larger tables take several passes over all
-    ids.
+    At most ``budget_rows`` rows are sorted at once, unless one bucket has more; a larger table takes several passes
+    over all ids.
     """
 
     def __init__(self, ids: Ids, n_rows: int, budget_rows: int) -> None:
@@ -42,12 +42,12 @@ class BucketOrder:
         self._lock = threading.RLock()
         self._starts: npt.NDArray[np.int64] | None = None
         self._whole: weakref.ref[npt.NDArray[Any]] | None = None
-        self._is_small = n_rows <= min(budget_rows, N_BUCKETS)  # counting would cost more than the rows themselves
+        self._is_small = n_rows <= min(budget_rows, N_BUCKETS)  # counting per bucket would cost more than sorting
 
     def rows(self, begin: int, end: int) -> Iterator[npt.NDArray[Any]]:
         """Yield the rows in buckets [begin, end) in bucket order, at most ``budget_rows`` at a time."""
         if self._n_rows <= self._budget_rows:
-            with self._lock:  # threads that need it now share the whole order, which is kept no longer
+            with self._lock:  # threads that need the whole order at the same time share it; then it is freed
                 rows = self._whole() if self._whole else None
                 if rows is None and self._is_small:
                     buckets = bucket_of(self._ids.to_tensor(self._n_rows).numpy())
@@ -65,7 +65,7 @@ class BucketOrder:
                 yield self._ordered(first, begin)
 
     def starts(self) -> npt.NDArray[np.int64]:
-        """Return the number of rows before each bucket, and in all."""
+        """Return the number of rows before each bucket; the last item is the number of all rows."""
         with self._lock:
             if self._starts is None:
                 counts = np.zeros(N_BUCKETS, np.int64)
@@ -89,7 +89,7 @@ class BucketOrder:
 
 
 class TableSource(Protocol):
-    """Rows 0 to ``n_rows - 1`` of one table: all, or those changed since another checkpoint."""
+    """Rows 0 to ``n_rows - 1`` to save of one table: all, or those changed since another checkpoint."""
 
     @property
     def name(self) -> str: ...
@@ -99,53 +99,53 @@ class TableSource(Protocol):
 
     @property
     def n_all(self) -> int:
-        """Rows of the table, unchanged ones included."""
+        """Number of rows of the table, including unchanged ones."""
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """In the order of a file: ``embedding`` first, the others by name."""
+        """Slots in file order: ``embedding`` first, the others by name."""
 
     @property
     def ids(self) -> Ids: ...
 
     @property
     def n_kept(self) -> int:
-        """Rows that were copied aside because training changed them meanwhile."""
+        """Number of rows that were copied aside because training changed them during the save."""
 
     def deletes(self) -> npt.NDArray[np.int64]:
-        """Return the distinct ids deleted since that checkpoint."""
+        """Return the distinct ids deleted since the other checkpoint."""
 
     def read_slots(
         self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]], *, is_last: bool
     ) -> None:
-        """Copy the bytes of rows of some slots into one target each. Thread-safe.
+        """Copy the bytes of some slots of ``rows`` to ``targets``, one target per slot. Thread-safe.
 
-        After ``is_last``, set with the last slot, the rows may change and must not be read again.
+        ``is_last`` is set with the last slot; afterwards the rows may change and must not be read again.
         """
 
     def close(self) -> None: ...
 
 
 class RowsInParts(ABC):
-    """A :class:`TableSource` whose rows are split over ranks, as by columns, and joined before they are written."""
+    """A :class:`TableSource` whose rows are split among ranks, e.g. by columns, and joined before they are written."""
 
     @abstractmethod
     def since(self, changed: Callable[[], npt.NDArray[np.uint8]]) -> TableSource:
-        """Return the rows that changed on any rank that has parts of them; ``changed`` has one bit per row."""
+        """Return the rows that changed on any rank that has a part of them; ``changed`` gives one bit per row."""
 
     @abstractmethod
     def share_of(self, n_changed: int) -> int:
-        """Return about how many of the rows changed here are written here."""
+        """Return about how many of the ``n_changed`` rows that changed on this rank are written by this rank."""
 
     @staticmethod
     @abstractmethod
     def join(sources: Sequence[Any], meetings: Meetings) -> None:
-        """Join the parts of all ranks; they pass the same tables in one order. Collective."""
+        """Join the parts of all ranks. Collective: all ranks pass the same tables in the same order."""
 
 
 @dataclass(frozen=True)
 class StillTable:
-    """A table that does not change while it is read, or only ids, without slots, of a table of ``n_all`` rows."""
+    """A table that does not change while it is read, or just ids, without slots, of a table with ``n_all`` rows."""
 
     name: str
     n_rows: int
@@ -171,7 +171,7 @@ class StillTable:
 
 
 def source_of(table: SavableTable) -> StillTable:
-    """Return the rows of a table without a copy; valid as long as the table does not change.
+    """Return the rows of a table without a copy, valid until the table changes.
 
     Raises:
         StateMismatchError: ids and slots of a foreign table differ in their number of rows.
@@ -207,10 +207,10 @@ def deleted_from(source: TableSource) -> StillTable:
 
 
 def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *, detached: bool) -> TableSource:
-    """Return a snapshot of a table of ours, or the rows of a foreign one, copied if ``detached``.
+    """Return a snapshot of a HashTable, or the rows of a foreign table, copied if ``detached``.
 
     Raises:
-        StateMismatchError, ValueError: as :func:`source_of`; or an id is twice in a foreign table.
+        StateMismatchError, ValueError: as :func:`source_of` does; also if an id occurs twice in a foreign table.
     """
     if is_stored(table):
         return table.store.snapshot(table.name, slots)
@@ -229,7 +229,7 @@ def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *,
 
 
 def _copied(column: Column, n_rows: int) -> Column:
-    """Return a copy on the CPU, made in pieces, so that no second copy is on a device."""
+    """Return a copy on the CPU, made piece by piece, so that the device never holds a second copy."""
     copy = Column(column.spec, torch.device("cpu"))
     copy.reserve(n_rows)
     piece_rows = max(1, BLOCK_BYTES // max(column.spec.row_bytes, 1))
@@ -244,14 +244,14 @@ def _in_order(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def repeated_id(ids: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> tuple[int | None, npt.NDArray[np.int64]]:
-    """Return an id that comes twice, if any, and the ids of the last bucket, which are ``before`` of the next call."""
+    """Return an id that occurs twice, or None, and the last bucket's ids, to pass as ``before`` to the next call."""
     ids = np.concatenate([before, ids])
     repeat, begin = first_repeat(ids)
     return None if repeat < 0 else int(ids[repeat]), ids[begin:].copy()
 
 
 class PieceBuffers:
-    """Buffers for pieces of columns, one a thread, reused since fresh memory is slow."""
+    """Buffers for pieces of columns, one per thread, reused because writing to fresh memory is slow."""
 
     def __init__(self) -> None:
         self._spare: list[npt.NDArray[np.uint8]] = []
@@ -272,12 +272,12 @@ class PieceBuffers:
 
 
 class OrderedRows:
-    """Rows of a table to be saved, in bucket order; ids that come twice are refused."""
+    """Rows of a table to save, in bucket order; refuses ids that occur twice."""
 
     def __init__(self, source: TableSource, batch_bytes: int, order_rows: int, buffers: PieceBuffers) -> None:
         self._source, self._buffers, self._row_bytes = source, buffers, row_bytes(source.slots)
         self._order = BucketOrder(source.ids, source.n_rows, order_rows)
-        # Of a delta a batch has as many fewer rows as rows have changed, so it has as many buckets.
+        # A batch of a delta has proportionally fewer rows, so that it spans as many buckets as a batch of a full save.
         share = min(source.n_rows, source.n_all) * batch_bytes // max(1, source.n_all)
         self._batch_rows = max(1, max(share, min(LEAST_BATCH_BYTES, batch_bytes)) // self._row_bytes)
 
@@ -287,7 +287,7 @@ class OrderedRows:
         return TableBytes(source.name, source.slots, source.n_rows * size, lambda: self._order.starts()[1:] * size)
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
-        """Yield the rows in buckets [begin, end); slots are copied when they are written."""
+        """Yield the rows in buckets [begin, end); slots are copied only when they are written."""
         before = np.empty(0, np.int64)  # ids so far in the last bucket
         with self._buffers.lent(self._row_bytes) as buffer:
             for ordered in self._order.rows(begin, end):
@@ -300,8 +300,8 @@ class OrderedRows:
                         raise StateMismatchError(
                             f"table {self._source.name!r}",
                             mismatched={"id": (f"{id_} more than once", "every id once")},
-                            remedy="nothing was saved; restore the last checkpoint, since the rows of the table are "
-                            "not what they were",
+                            remedy="nothing was saved; restore the last checkpoint, because the rows of the table "
+                            "are damaged",
                         )
                     slots = [ColumnBytes(s, len(rows), self._pieces(s, rows, buffer)) for s in self._source.slots]
                     yield RowBatch(self._source.name, ids, slots)

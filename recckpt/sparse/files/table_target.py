@@ -1,4 +1,4 @@
-"""The tables that a load fills: ours, in place or in a store aside until complete; and others, batch by batch."""
+"""The tables that a load fills: HashTables, in place or in a store aside until complete; others, batch by batch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, SavableTable
 
 Int64s = npt.NDArray[np.int64]
-Values = Mapping[str, Tensor]  # slot -> one value a row
+Values = Mapping[str, Tensor]  # slot -> its values, one per row
 
 
 @dataclass(frozen=True)
 class Ages:
-    """How a load converts dates of rows. Steps of another run are kept as distances to its last step.
+    """How a load converts dates of rows. Steps of another run keep their distance to that run's last step.
 
     Attributes:
         added_steps: added to each ``last_step``.
-        missing: tracked slot -> value, for slots that the checkpoint lacks: the age of the checkpoint, and the count
-            with which a row stays.
-        is_resumed: whether the run goes on at the step of the checkpoint.
+        missing: tracked slot -> value, for slots that the checkpoint lacks: the age of the checkpoint, and the lowest
+            count that avoids eviction.
+        is_resumed: whether the run continues at the step of the checkpoint.
         clock: when the clock dated rows of the checkpoint.
-        event_time: replaces dates of the clock; None for no replacement.
+        event_time: replaces dates that the clock gave; None to keep them.
     """
 
     added_steps: int = 0
@@ -61,7 +61,7 @@ class RowsAside:
         self.store, self._first_embeddings = table.store.emptied(), partial(first_embeddings, table)
 
     def claim(self, ids: Int64s) -> tuple[Int64s, tuple[int, Int64s]]:
-        """Return the row of each id; the first new row, and the new ids, with undefined slots. One thread at a time."""
+        """Return the row of each id, the first new row and the new ids; slots are undefined. One thread at a time."""
         rows = self.store.rows
         first = len(rows)
         of_batch, new_ids = rows.claim(ids)
@@ -77,7 +77,7 @@ class RowsAside:
         if EMBEDDING not in whole and len(new_ids):
             columns[EMBEDDING].write(first, self._first_embeddings(new_ids))
         if taken is not None:
-            for name in whole:  # no copy of the values in between
+            for name in whole:  # writes chosen rows without a temporary copy of the values
                 columns[name].write_some(first, values[name], taken)
             at = torch.from_numpy(taken)
             values = {name: value[at] for name, value in values.items() if name not in whole}
@@ -96,7 +96,7 @@ def _whole(columns: Mapping[str, Column], values: Values) -> frozenset[str]:
 
 
 def fitted_to(columns: Mapping[str, Column], rows: Int64s, values: Values) -> dict[str, Tensor]:
-    """Cut values to the last dimension of their slots, or pad them with the present values of the rows."""
+    """Cut values to the last dimension of their slots, or pad them with the rows' present values."""
     fitted = dict(values)
     for name in values.keys() - _whole(columns, values):
         value = values[name]
@@ -107,19 +107,19 @@ def fitted_to(columns: Mapping[str, Column], rows: Int64s, values: Values) -> di
 
 
 class LoadTarget:
-    """A table during a load, from :meth:`begin` on; several threads may put rows into it.
+    """A table during a load, from :meth:`begin` on; several threads may write rows to it.
 
-    This class serves tables other than HashTable, which take whole rows by ``insert``, batch by batch.
+    This class serves tables other than HashTable, which receive whole rows through ``insert``, batch by batch.
 
     Attributes:
-        slice: the buckets of its ids, by which files are opened; None for all.
-        was_empty: whether it had no rows when the load began.
+        slice: the buckets of the table's ids, which select the files to open; None for all.
+        was_empty: whether the table had no rows when the load began.
         aside: rows that the table gets at the end of the load; None if it gets rows at once.
-        takes_slots: whether it takes single slots, and converts dtypes.
+        takes_slots: whether the table can load single slots, and converts dtypes.
         is_read_only: whether rows cannot be written, only compared.
-        finishes_last: whether it takes what other tables leave.
-        has_limited_room: whether it may lack room for its ids, which shows only when all rows are there.
-        lock: for state that threads share.
+        finishes_last: whether the table receives rows that other tables have no room for.
+        has_limited_room: whether the table may lack room for its ids, which is known only when all rows are there.
+        lock: protects state that threads share.
     """
 
     aside: RowsAside | None = None
@@ -141,40 +141,40 @@ class LoadTarget:
         return self.slice or Slice(0, N_BUCKETS)
 
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
-        """Return how dates are converted; of our checkpoints, into our steps.
+        """Return how dates are converted; only HashTables convert steps of their checkpoints to their own.
 
-        ``taken_step`` is where the run goes on; None if it stays at its own step. ``clock`` dated rows of the
-        checkpoint.
+        ``taken_step`` is the step at which the run continues; None if it stays at its own step. ``clock`` dated rows of
+        the checkpoint.
         """
         return Ages()
 
     def placed(self, ids: Int64s) -> Int64s | None:
-        """Return the positions of ids that the table can have a row of; None for all."""
+        """Return the positions of ids for which the table can have a row; None for all."""
         return None
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse a checkpoint whose ids span this range if the table cannot have a row of the first or last."""
+        """Refuse a checkpoint whose ids span [least, greatest] if the table cannot have a row of either bound."""
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Drop all rows; if rows stay in place, reset ``fresh`` slots to their first values."""
+        """Drop all rows; if rows stay in place, reset ``fresh`` slots to their initial values."""
         if len(self.table):
             self.table.clear()
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
-        """Prepare for rows: new ones start slots at ``initial`` values. Return the initial values before.
+        """Prepare for rows. New rows get ``initial`` values; return the initial values that these replace.
 
-        ``n_rows`` is an upper bound, if known.
+        ``n_rows`` is an upper bound on the rows, or None.
         """
         return {}
 
     def end(self, initial: Mapping[str, float]) -> None: ...
 
     def merge(self, ids: Int64s, values: Values, dtypes: Mapping[str, str]) -> int:
-        """Set rows, adding new ones, and return their number.
+        """Write rows, adding those of new ids, and return their number.
 
-        ``dtypes`` are the table's dtypes of slots that the checkpoint stores narrower.
+        ``dtypes`` has the table's dtypes of slots that the checkpoint stores in a narrower dtype.
         """
-        to = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}  # else copies: values lie in a file
+        to = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}  # other slots are cloned: files back them
         slots = {name: each.to(to[name]) if name in to else each.clone() for name, each in values.items()}
         embeddings = slots.pop(EMBEDDING)
         with self.lock:
@@ -182,7 +182,7 @@ class LoadTarget:
         return len(ids)
 
     def check_same(self, ids: Int64s, values: Values) -> None:
-        """Refuse rows that a read-only table does not have."""
+        """Refuse rows that differ from those of a read-only table."""
 
     def write_present(self, ids: Int64s, values: Values) -> int:
         raise TypeError(
@@ -193,29 +193,29 @@ class LoadTarget:
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: it is loaded as a whole")
 
     def check_room(self, *, drops: bool) -> None:
-        """Refuse what was gathered aside if it has no room and may not be dropped."""
+        """Refuse rows gathered aside for which there is no room, unless they may be dropped."""
 
     def finish(self, *, drops: bool = False) -> int:
-        """Give the table what was gathered aside; return how many rows had no room, if ``drops`` allows that."""
+        """Give the table the rows gathered aside. Return how many rows were dropped for lack of room, if ``drops``."""
         return 0
 
     def take_history(self, entry: TableEntry, *, evicts_next: bool, has_dates: bool) -> None:
-        """Continue the evictions of the checkpoint; take over dates of a clock."""
+        """Continue the checkpoint's evictions if ``evicts_next``; take over the clock's dates if ``has_dates``."""
 
     def forget_admitted(self, sources: Mapping[str, set[int]], whole: set[int]) -> None:
-        """Drop counts of ids that have rows now, unless rows and counts are from one checkpoint.
+        """Drop admission counts of ids that now have rows, unless rows and counts come from one checkpoint.
 
-        ``sources`` are the numbers of the checkpoints of a table's rows; of those in ``whole`` all rows were taken.
+        ``sources`` maps a table to the numbers of its rows' checkpoints; all rows of those in ``whole`` were loaded.
         """
 
     def undo(self, *, is_cleared: bool) -> None:
-        """Empty a table that was empty, or that was to be emptied; others keep what they have taken."""
+        """Empty a table that was empty before, or if ``is_cleared``; other tables keep the rows they have received."""
         if len(self.table) and (self.was_empty or is_cleared):
             self.table.clear()
 
 
 class OwnTarget(LoadTarget):
-    """A table of ours. If it is empty, or to be emptied, it gets all rows at once at the end of the load."""
+    """A HashTable during a load. If it is empty or emptied first, it gets all rows at once at the end of the load."""
 
     takes_slots = True
 
@@ -226,7 +226,7 @@ class OwnTarget(LoadTarget):
 
     def begin(self) -> None:
         super().begin()
-        self._table.store.wait()  # a load writes in streams of its own threads
+        self._table.store.wait()  # the load's threads write in CUDA streams of their own
         self.aside = RowsAside(self._table) if self.was_empty else None
 
     def __len__(self) -> int:
@@ -254,7 +254,7 @@ class OwnTarget(LoadTarget):
         return Ages(added_steps, missing, is_resumed, clock, table.event_time)
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Drop all rows; those in the table at once, since there is never memory for both."""
+        """Drop all rows at once, before new ones are read, because memory may not suffice for both."""
         super().clear(fresh)
         if self.aside is None or len(self.aside.store):
             self.aside = RowsAside(self._table)

@@ -1,4 +1,4 @@
-"""Compares sparse files with their catalogs, counts the ids of links, and compares rows by sums (no torch here)."""
+"""Compares part files with their catalogs, counts the ids of links, and compares rows by sums (no torch here)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from recckpt.storage.base import Files
 from recckpt.storage.local_files import mapped
 from recckpt.storage.retry import check_twice
 
-Visit = Callable[[Batch, RowPiece], Callable[[], object]]  # looks at rows as they pass, and returns what counts them
+Visit = Callable[[Batch, RowPiece], Callable[[], object]]  # inspects rows, and returns a function that counts them
 Unreadable = CorruptCheckpointError | CheckpointRemovedError | OSError
 _LARGEST = 1 << 64
 _WORD_BYTES = 4
@@ -36,14 +36,14 @@ _WORD_BYTES = 4
 class PartCheck:
     path: str
     errors: list[CorruptCheckpointError] = field(default_factory=list)
-    ids: dict[tuple[PartKind, str], IdCheck] = field(default_factory=dict)  # by kind and table: for the next to fit to
+    ids: dict[tuple[PartKind, str], IdCheck] = field(default_factory=dict)  # by kind and table, for ``between_parts``
 
 
 @dataclass(frozen=True)
 class VerifyTask:
     url: str
     directory: str
-    tables: tuple[TableEntry, ...]  # the part's tables, if the manifest lists them
+    tables: tuple[TableEntry, ...]  # those of the part's tables that the manifest lists
     part: Part
 
 
@@ -54,8 +54,8 @@ def check_part_anywhere(task: VerifyTask) -> PartCheck:
 def check_part(
     storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, visit: Visit | None = None
 ) -> PartCheck:
-    """Compare all bytes of a part with its catalog entry; call what ``visit`` returned for each whole batch."""
-    path, passed = layout.join(directory, part.file), set[int]()  # numbers of batches
+    """Compare all bytes of a part with its catalog entry; call each intact batch's function that ``visit`` returned."""
+    path, passed = layout.join(directory, part.file), set[int]()  # numbers of batches already visited
     try:
         return check_twice(
             storage,
@@ -80,13 +80,13 @@ def check_bytes(
     visit: Visit | None = None,
     passed: set[int] | None = None,
 ) -> PartCheck:
-    """Check a part whose bytes the caller has read; ``passed`` collects the batches visited."""
+    """Check a part whose bytes the caller has read; add to ``passed`` the numbers of the batches visited."""
     passed = set() if passed is None else passed
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
     slots = {table.slots if part.holds == "rows" else () for table in tables if table.name in named}
     if len(slots) != 1:
-        found, expected = f"tables of {len(slots)} kinds of slots", "tables that agree in their slots"
+        found, expected = f"tables with {len(slots)} different lists of slots", "tables with equal slots"
         done.errors.append(CorruptCheckpointError(done.path, "its tables", found=found, expected=expected))
         return done
     try:
@@ -124,7 +124,7 @@ def check_bytes(
 
 
 def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError]:
-    """Yield conflicts where a table continues in the next part; takes the parts of a shard in order."""
+    """Yield conflicts of tables that continue in the next part. ``parts`` are those of one shard, in order."""
     before: dict[tuple[PartKind, str], IdCheck] = {}
     for part in parts:
         for key, ids in part.ids.items():
@@ -136,13 +136,13 @@ def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError
 
 @dataclass
 class Counted:
-    rows: int = 0
-    absent: int = 0  # deletes of ids that are in no row at that link or below
-    error: Unreadable | None = None  # why it cannot be counted
-    is_known: bool = True  # whether it was counted
+    rows: int = 0  # of the table at this link
+    absent: int = 0  # deletes of ids that have no row in the base
+    error: Unreadable | None = None  # why the link cannot be counted
+    is_known: bool = True  # whether the link was counted
 
     def fail(self, error: Unreadable | None) -> None:
-        """Note that it cannot be counted; ``error`` is None if its base could not."""
+        """Mark the link as not counted; ``error`` is None if only its base could not be counted."""
         self.error, self.is_known = error, False
 
     def add(self, rows: int, absent: int = 0) -> None:
@@ -151,14 +151,14 @@ class Counted:
 
 
 def count_rows(links: Sequence[tuple[TableReader, int | None]], budget_bytes: int) -> list[Counted]:
-    """Return the counts of each link, reading ids once for all links, ``budget_bytes`` at a time.
+    """Return the counts of each link, reading all links' ids once, ``budget_bytes`` at a time.
 
-    Each link, of any chain, comes with the index of its base in ``links``; None if it holds all rows.
+    Each link, of any chain, comes with the index of its base in ``links``, or None if it holds all rows.
     """
     counted = [Counted() for _ in links]
     cursors = [LinkCursor(link, (0, N_BUCKETS)) for link, _ in links]
     for buckets in bucket_ranges([link for link, _ in links], (0, N_BUCKETS), budget_bytes):
-        named: list[list[LinkIds]] = []  # by each link and those below, newest first
+        named: list[list[LinkIds]] = []  # for each link: its ids and those of its bases, newest first
         for (_, base), count, cursor in zip(links, counted, cursors, strict=True):
             if count.is_known and base is not None and not counted[base].is_known:
                 count.fail(None)
@@ -180,19 +180,19 @@ def count_rows(links: Sequence[tuple[TableReader, int | None]], budget_bytes: in
 
 
 class RowSums(Counter[str]):
-    """A sum of 64 bits for each table, over hashes of each row's id and values.
+    """A 64-bit sum for each table, over hashes of each row's id and values.
 
     A missing or repeated row, or a row with another id's values, changes the sum; the order of rows does not.
     """
 
     def add(self, table: str, columns: Sequence[npt.NDArray[Any]], rows: npt.NDArray[np.int64] | slice) -> None:
-        """Add rows of these columns; an item of a column holds the bytes of a row, the first column the ids."""
+        """Add rows of these columns, ids first; an item of a column is the bytes of one row."""
         ids, *slots = columns
         hashes = mix64(ids.view(np.uint64))
         first = 0
         for column in slots:
-            # At most 32 bits: of 64 the highest would meet the lowest bit of its factor only, and add 2 ** 63 whatever
-            # the factor is, and two of them nothing.
+            # Words of at most 32 bits: in a 64-bit word, flipping the top bit adds 2 ** 63 whatever its odd factor is,
+            # so that two such flips would cancel out.
             word = gcd(column.dtype.itemsize, _WORD_BYTES)
             words = column.view(f"u{word}").reshape(len(column), column.dtype.itemsize // word)
             hashes += np.einsum("ij,j->i", words, random_odds(first, words.shape[1]))
@@ -200,14 +200,14 @@ class RowSums(Counter[str]):
         self[table] = (self[table] + int(mix64(hashes)[rows].sum())) % _LARGEST
 
     def visit(self, batch: Batch, piece: RowPiece) -> Callable[[], object]:
-        """Return what adds a batch; called once the batch is known to be whole."""
+        """Return a function that adds the batch; the caller calls it once the batch is known to be intact."""
         return lambda: self.add(batch.table, piece.columns, slice(None))
 
     def check_written(self, storage: Files, directory: str, tables: Sequence[TableEntry], part: Part | None) -> None:
-        """Raise CorruptCheckpointError unless the part, None for no rows, has exactly these rows."""
+        """Raise CorruptCheckpointError unless the part (None: no rows) has exactly the rows of this sum."""
         found = RowSums()
         for error in check_part(storage, directory, tables, part, found.visit).errors if part is not None else ():
             raise error
         if found != self:
             file = "no rows" if part is None else layout.join(directory, part.file)
-            raise CorruptCheckpointError(file, "", found="other rows than its source has", expected="the same")
+            raise CorruptCheckpointError(file, "", found="rows that differ from the source", expected="the same rows")
