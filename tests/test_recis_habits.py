@@ -152,6 +152,6 @@ def test_add_params_takes_tables_into_the_first_group():
     other = SparseAdamW([{"tables": [third, first]}, {"tables": [second]}])
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["lr"] == 0.5
-    with pytest.raises(ValueError, match="table 'a' is here twice"):
+    with pytest.raises(ValueError, match="table 'a' is listed twice"):
         other.add_params([HashTable(2, name="d"), first])
     assert list(other.tables) == ["c", "a", "b"]

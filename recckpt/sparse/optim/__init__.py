@@ -1,4 +1,4 @@
-"""Optimizers of hashtables: they touch the rows that had a gradient and keep their moments as slots."""
+"""Optimizers of hashtables: they update only rows that had a gradient and keep their moments in slots of the table."""
 
 from recckpt.sparse.optim.joint import JointOptimizer, clip_grad_norm_
 from recckpt.sparse.optim.optimizer import SparseOptimizer

@@ -1,4 +1,4 @@
-"""Several optimizers as one: dense parameters and tables are scaled, clipped and stepped together."""
+"""Joins several optimizers into one, so that dense parameters and tables are scaled, clipped and stepped together."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from recckpt.sparse.table.table import HashTable
 
 
 class JointOptimizer(Optimizer):
-    """Makes one optimizer from the optimizer of the dense parameters and those of tables.
+    """Makes one optimizer from the optimizer of the dense parameters and the optimizers of tables.
 
-    A ``torch.amp.GradScaler``, accelerate or a trainer treats it as one: an overflow in any gradients skips the step of
-    all, ``param_groups`` holds all that is to be unscaled and clipped, and :meth:`zero_grad` clears all gradients. The
+    A ``torch.amp.GradScaler``, accelerate or a trainer then sees one optimizer: an overflow in any gradient skips the
+    step of all, ``param_groups`` lists everything to unscale and clip, and :meth:`zero_grad` clears all gradients. The
     optimizers themselves do not change: save them as before, ``Saver(model, sparse)`` with the dense one registered.
 
     Args:
-        optimizers: step in this order; the first gets the closure of :meth:`step`.
+        optimizers: the optimizers, in the order in which they step; the first gets the closure of :meth:`step`.
 
     Attributes:
-        optimizers: as given.
+        optimizers: the optimizers that were passed.
 
     Raises:
-        TypeError: one is not a ``torch.optim.Optimizer``.
-        ValueError: none is given; a parameter or table is in two of them; one has been prepared by accelerate.
+        TypeError: an argument is not a ``torch.optim.Optimizer``.
+        ValueError: there is no optimizer; two of them share a parameter or table; accelerate has prepared one of them.
     """
 
     optimizers: tuple[Optimizer, ...]
-    _step_supports_amp_scaling = False  # a fused optimizer in it is given gradients that are unscaled already
+    _step_supports_amp_scaling = False  # has a GradScaler unscale gradients before it steps, also for a fused optimizer
 
     def __init__(self, *optimizers: Optimizer) -> None:
         _check(optimizers)
-        self.optimizers = optimizers  # not super().__init__: the parameters and their state belong to these
+        self.optimizers = optimizers  # no super().__init__: parameters and their state belong to these optimizers
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]
-        """The groups of all optimizers, which may be changed in place."""
+        """The groups of all optimizers; changing an entry changes the optimizer that has it."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The states of all optimizers by parameter."""
+        """The states of all optimizers, by parameter."""
         return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The hyper-parameters of new groups of the first optimizer."""
+        """The default hyper-parameters of the first optimizer."""
         return self.optimizers[0].defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all optimizers, and return what ``closure`` returned.
 
         Raises:
-            ValueError: one of them accumulates by itself, ``set_grad_accum_steps(n)``; nothing has been changed.
+            ValueError: one optimizer accumulates steps (``set_grad_accum_steps(n)``). Nothing has been changed.
         """
         for optimizer in self.optimizers:
             refuse_accumulation(optimizer)
@@ -81,7 +81,7 @@ class JointOptimizer(Optimizer):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the :meth:`state_dict` of as many optimizers, in the same order."""
+        """Load a :meth:`state_dict` of equally many optimizers in the same order."""
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -93,7 +93,7 @@ class JointOptimizer(Optimizer):
 
 
 def share_overflow(scaler: GradScaler, *optimizers: Optimizer) -> None:
-    """Unscale gradients that are not yet unscaled, and make an overflow in one optimizer skip the steps of all.
+    """Unscale the gradients that are still scaled, and make an overflow in one optimizer skip the steps of all.
 
     For trainers whose optimizer cannot be replaced by a :class:`JointOptimizer`. Collective for sharded tables.
     """
@@ -112,17 +112,17 @@ def share_overflow(scaler: GradScaler, *optimizers: Optimizer) -> None:
 
 
 def refuse_accumulation(optimizer: Optimizer) -> None:
-    """Refuse an optimizer of tables that accumulates steps by itself, beside optimizers that do not."""
+    """Raise ValueError for a sparse optimizer that accumulates steps, because the dense optimizers would not."""
     if isinstance(optimizer, SparseOptimizer) and (n := optimizer.grad_accum_steps) > 1:
         raise ValueError(
-            f"found set_grad_accum_steps({n}) of {type(optimizer).__name__}, expected 1, for tables step when the "
-            "dense parameters do: leave it at 1, and let the trainer accumulate (accumulate_grad_batches, "
-            "gradient_accumulation_steps), or step on each n-th batch"
+            f"found set_grad_accum_steps({n}) of {type(optimizer).__name__}, expected 1, because tables must step with "
+            "the dense parameters: leave it at 1, and let the trainer accumulate (accumulate_grad_batches, "
+            "gradient_accumulation_steps), or call step() on each n-th batch only"
         )
 
 
 def parts_of(*optimizers: Optimizer) -> list[Optimizer]:
-    """Return optimizers with joint ones replaced by their parts."""
+    """Return the optimizers, with each joint one replaced by its parts."""
     return [
         part
         for optimizer in optimizers
@@ -136,8 +136,8 @@ def _check(optimizers: tuple[Optimizer, ...]) -> None:
     seen: set[int] = set()
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"a JointOptimizer is made of optimizers, found a {type(optimizer).__name__}")
-        if type(optimizer).__module__.startswith("accelerate."):  # it may skip steps that the others make
+            raise TypeError(f"a JointOptimizer takes optimizers, found a {type(optimizer).__name__}")
+        if type(optimizer).__module__.startswith("accelerate."):  # could skip steps that the other optimizers make
             raise ValueError("accelerate has prepared one of these optimizers: prepare the JointOptimizer instead")
         refuse_accumulation(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -153,12 +153,12 @@ def clip_grad_norm_(
     """Scale the gradients of a model and of its tables so that their total norm is at most ``max_norm``, in place.
 
     This is ``torch.nn.utils.clip_grad_norm_`` over ``model.parameters()`` and the tables, whose rows are not among the
-    parameters. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` for each optimizer before. Collective if
+    parameters. With a ``GradScaler``, first call ``scaler.unscale_(optimizer)`` for each optimizer. Collective if
     tables are sharded.
 
     Args:
         model: a model with or without tables; may be wrapped.
-        optimizers: all optimizers of its tables; those of dense parameters may be among them.
+        optimizers: all optimizers of its tables, and optionally those of dense parameters.
         max_norm: the largest norm allowed; ``float("inf")`` only measures.
         norm_type: p of the p-norm; may be ``float("inf")``.
 
@@ -166,8 +166,8 @@ def clip_grad_norm_(
         The norm of all gradients together before clipping; a scalar.
 
     Raises:
-        ValueError: a table has gradients and is in none of the optimizers, or an optimizer accumulates gradients
-            (``set_grad_accum_steps``) and its next step will not use them. Nothing has been changed.
+        ValueError: a table has gradients and belongs to none of the optimizers; or an optimizer accumulates gradients
+            (``set_grad_accum_steps``), and its next step does not update. Nothing has been changed.
     """
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     trained = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]
@@ -176,14 +176,14 @@ def clip_grad_norm_(
     if untrained := [table.name for table in tables if table.grad is not None]:
         raise ValueError(
             f"clip_grad_norm_: the tables {untrained} of the model have gradients, and none of the optimizers trains "
-            "them: give the sparse optimizer, or call zero_grad() of these tables"
+            "them: pass their sparse optimizer too, or call zero_grad() of these tables"
         )
     for optimizer in parts_of(*chosen):
         if isinstance(optimizer, SparseOptimizer) and not optimizer.is_due:
             raise ValueError(
                 f"{type(optimizer).__name__} accumulates gradients, set_grad_accum_steps("
-                f"{optimizer.grad_accum_steps}), and clipping now would clip their sum so far, again with each batch: "
-                "clip before the call of step() that updates only"
+                f"{optimizer.grad_accum_steps}), and clipping now would clip the sum so far, again at each batch: "
+                "clip only before the call of step() that updates"
             )
     parameters = {id(parameter): parameter for parameter in (*model.parameters(), *trained)}
     return nn.utils.clip_grad_norm_(parameters.values(), max_norm, norm_type)

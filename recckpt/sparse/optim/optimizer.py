@@ -1,4 +1,4 @@
-"""What the sparse optimizers have in common: tables in place of parameters, slots in place of state."""
+"""The base class of sparse optimizers: tables take the place of parameters, and slots the place of state."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from recckpt.types import EMBEDDING, positive_int
 
 Group = dict[str, Any]
 REMEDY = (
-    "recckpt.recis.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
+    "recckpt.recis.filter_out_sparse_param(model) returns a model's tables; a dense optimizer takes model.parameters()"
 )
 Int64s = npt.NDArray[np.int64]
-made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # the living ones of this process, by id()
+made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # living optimizers of this process, by id()
 _IN_EVAL_MODE = (
-    "{} of the {} ids that a step trains have no row, and get none: they were looked up in eval mode, where the values "
-    "that they read are not trained; call model.train() before training goes on, as after a validation"
+    "{} of the {} ids with gradients in this step have no row and are not trained, because they were looked up in eval "
+    "mode, which makes no rows; call model.train() before training goes on, for example after a validation"
 )
 Tables = Mapping[str, types.SavableTable] | Iterable[types.SavableTable] | Iterable[Group]
 
@@ -38,7 +38,7 @@ Tables = Mapping[str, types.SavableTable] | Iterable[types.SavableTable] | Itera
 class TableParameter(Tensor):
     """An empty tensor whose ``grad`` is the table's waiting gradients.
 
-    torch keeps its books by tensor, and asks of a parameter only that it is one and has a ``grad``.
+    torch identifies parameters by tensor, and needs of a parameter only that it is a tensor with a ``grad``.
     """
 
     table: HashTable
@@ -75,7 +75,7 @@ class TableParameter(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """Return scalar tensors and numpy scalars as Python numbers, also inside lists and tuples."""
+    """Return scalar tensors and numpy scalars as Python numbers, including those in lists and tuples."""
     if isinstance(value, (Tensor, np.generic)):
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def options(group: Mapping[str, Any], *without: str) -> Group:
-    """Return the entries of a group in plain values, without its tensors and ``without``."""
+    """Return the entries of a group as plain values, except its tensors and the keys in ``without``."""
     return {key: plain(value) for key, value in group.items() if key != "params" and key not in without}
 
 
@@ -95,10 +95,10 @@ def check_number(group: Group, name: str, below: float = float("inf")) -> None:
 
 
 def match(saved: Mapping[str, Any], live: Sequence[Group], slots: Sequence[str], keys: Iterable[str]) -> list[Group]:
-    """Return the groups of a saved ``state_dict()`` in the live order; StateMismatchError if they are others."""
+    """Return the groups of a saved ``state_dict()`` in the live order. Raises StateMismatchError if they differ."""
     if not _is_well_formed(saved):
         raise StateMismatchError(
-            "the state dict", remedy="it is not one of a recckpt sparse optimizer: save and load the same one"
+            "the state dict", remedy="it is not of a recckpt sparse optimizer: load one that such an optimizer saved"
         )
     saved_groups = {frozenset(group["tables"]): group for group in saved["param_groups"]}
     have, need = frozenset().union(*saved_groups), [name for group in live for name in group["tables"]]
@@ -144,29 +144,29 @@ def as_list(tables: Any) -> list[Any]:
 
 
 class SparseOptimizer(Optimizer):
-    """A ``torch.optim.Optimizer`` over tables: a rule for the rows that had a gradient.
+    """A ``torch.optim.Optimizer`` over tables, which applies a rule to the rows that had a gradient.
 
     Learning-rate schedulers, parameter groups, gradient accumulation, ``torch.amp.GradScaler`` and clipping by
-    ``torch.nn.utils`` over ``param_groups`` work as with any optimizer. A table is known by its ``name``. State of rows
-    is in slots of the tables and saved with them; ``state_dict()`` holds the step of each table and the
+    ``torch.nn.utils`` over ``param_groups`` work as with any optimizer. Tables are identified by their ``name``. State
+    of rows is in slots of the tables and saved with them; ``state_dict()`` holds the step of each table and the
     hyper-parameters, as plain scalars.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
-        defaults: hyper-parameters of groups that do not name their own.
+        defaults: hyper-parameters of groups that do not set their own.
 
     Attributes:
-        slot_names: the slots of every table that belong to this optimizer.
+        slot_names: the slots that this optimizer has in every table.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
-    _numbers: ClassVar[tuple[str, ...]] = ("lr",)  # hyper-parameters of at least 0
+    _numbers: ClassVar[tuple[str, ...]] = ("lr",)  # hyper-parameters that must be 0 or more
 
     def __init__(self, tables: Tables, defaults: Group) -> None:
         self._tables: dict[str, HashTable] = {}
-        self._mark = object()  # on its tables; copied with them
-        self._n_accumulated, self._n_since = 1, 0  # steps that make one update, and those since the last one
-        self._under_way: dict[TableParameter, tuple[int, Int64s]] = {}  # steps begun, and whether they are done
+        self._mark = object()  # set as ``trained_by`` of its tables; a deep copy copies both
+        self._n_accumulated, self._n_since = 1, 0  # step() calls per update, and calls since the last update
+        self._under_way: dict[TableParameter, tuple[int, Int64s]] = {}  # a begun step, and a flag set when it is done
         items = as_list(tables)
         if not items:
             raise ValueError(f"a sparse optimizer needs a table, found none: {REMEDY}")
@@ -179,15 +179,15 @@ class SparseOptimizer(Optimizer):
         return dict(self._tables)
 
     def trains(self, table: HashTable) -> bool:
-        """Say whether this optimizer gets the gradients of a table, as the last one made for the table does."""
+        """Say whether this is the last optimizer made for a table, and so the one that gets the table's gradients."""
         return table.trained_by is self._mark
 
     def add_param_group(self, param_group: Group) -> None:
         """Add tables with hyper-parameters of their own: ``{"tables": ..., "lr": ...}``.
 
         Raises:
-            TypeError: something is not a table.
-            ValueError: a table is here already, or holds integers; a hyper-parameter is out of range.
+            TypeError: an argument is not a table.
+            ValueError: a table was already added, or holds integers; a hyper-parameter is out of range.
         """
         if not isinstance(param_group, dict) or "tables" not in param_group:
             keys = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
@@ -207,7 +207,7 @@ class SparseOptimizer(Optimizer):
             params: ``{name: table}``, or a list of tables.
 
         Raises:
-            TypeError, ValueError: as in :meth:`add_param_group`; nothing has been added.
+            TypeError, ValueError: as :meth:`add_param_group` raises; nothing has been added.
         """
         tables, first = as_list(params), self.param_groups[0]
         self._check_tables(tables)
@@ -223,15 +223,15 @@ class SparseOptimizer(Optimizer):
         return {"params": [TableParameter(table) for table in tables], "tables": [table.name for table in tables]}
 
     def set_grad_accum_steps(self, steps: int) -> None:
-        """Update rows at every ``steps``-th :meth:`step` only, with the sum of the gradients since the last update.
+        """Make only every ``steps``-th call of :meth:`step` update rows, with the gradients summed since the last one.
 
-        The calls in between do nothing, and neither do their calls of :meth:`zero_grad`, so a loop may call both after
-        each batch; divide the loss by ``steps`` for a mean. This method and :meth:`load_state_dict` restart the count.
+        The other calls do nothing, and :meth:`zero_grad` between them does nothing, so a loop may call both after each
+        batch; divide the loss by ``steps`` for a mean. This method and :meth:`load_state_dict` restart the count.
 
         With more than one step, :meth:`step` refuses a ``torch.amp.GradScaler``, which would divide the sum by the
         scale at each batch: leave ``steps`` at 1 then, and call ``scaler.step(optimizer)``, ``scaler.update()`` and
-        :meth:`zero_grad` at each n-th batch only. Do not clip in between either, since that clips the sum so far again
-        at each batch; clip before the call that updates.
+        :meth:`zero_grad` at each n-th batch only. Likewise, clip only before the call that updates: at other batches
+        clipping would clip the sum so far again and again.
 
         Args:
             steps: at least 1; with 1 each call updates.
@@ -253,17 +253,17 @@ class SparseOptimizer(Optimizer):
 
     @property
     def has_gradients_waiting(self) -> bool:
-        """Whether gradients of earlier steps wait for the next update."""
+        """Whether gradients accumulated by earlier calls of :meth:`step` wait for the next update."""
         return self._n_since > 0
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True lets a ``GradScaler`` set ``found_inf`` here instead of unscaling; the step then refuses it."""
+        """True makes a ``GradScaler`` set ``found_inf`` here without unscaling; the next step then refuses it."""
         return self._n_accumulated > 1 or is_stepped_by_accelerate()
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the backward passes so far, unless they are being accumulated."""
+        """Drop all gradients, unless :meth:`set_grad_accum_steps` is accumulating them."""
         if self._n_since:
             return
         for table in self._tables.values():
@@ -275,22 +275,22 @@ class SparseOptimizer(Optimizer):
         """Update the rows that had a gradient since the last step, except in frozen tables.
 
         Args:
-            closure: computes the loss again, with its backward pass, and returns it.
+            closure: computes the loss anew, runs its backward pass, and returns the loss.
 
         Returns:
             What ``closure`` returned.
 
         Raises:
-            ValueError: another sparse optimizer has been made for one of the tables since; a ``GradScaler`` or
-                accelerate steps an optimizer that accumulates (:meth:`set_grad_accum_steps`); or accelerate uses fp16,
-                where it can scale one optimizer only (:class:`JointOptimizer`). Nothing has been changed.
+            ValueError: another sparse optimizer was made later for one of the tables; a ``GradScaler`` or accelerate
+                steps an optimizer that accumulates (:meth:`set_grad_accum_steps`); or accelerate uses fp16, where it
+                can scale only one optimizer (:class:`JointOptimizer`). Nothing has been changed.
         """
         self._refuse_scaler()
         taken_over = [name for name, table in self._tables.items() if table.trained_by is not self._mark]
         if taken_over:
             raise ValueError(
-                f"{type(self).__name__}: another sparse optimizer has been made since for {taken_over}, and the "
-                "gradients of a table go to one: keep either of them"
+                f"{type(self).__name__}: another sparse optimizer was made later for {taken_over}, and only the last "
+                "one gets the gradients of a table: make one optimizer for each table"
             )
         loss = None
         if closure is not None:
@@ -299,33 +299,33 @@ class SparseOptimizer(Optimizer):
         for group in self.param_groups if self._n_since == self._n_accumulated - 1 else ():
             for parameter in group["params"]:
                 self._step_table(parameter, options(group))
-        self._n_since = (self._n_since + 1) % self._n_accumulated  # last: a step that was interrupted is one to repeat
+        self._n_since = (self._n_since + 1) % self._n_accumulated  # last, so that an interrupted step can be repeated
         return loss
 
     def _refuse_scaler(self) -> None:
-        """Refuse a step that a scaler or accelerate would count or scale a second time."""
-        has_scaler = self.__dict__.pop("found_inf", None) is not None  # then the gradients are still scaled
+        """Refuse a step if a GradScaler would unscale gradients twice, or accelerate would count batches twice."""
+        has_scaler = self.__dict__.pop("found_inf", None) is not None  # set only if the gradients are still scaled
         self.__dict__.pop("grad_scale", None)
         n = self._n_accumulated
-        if has_scaler and n > 1:  # it would unscale the sum so far with each of them
+        if has_scaler and n > 1:  # the scaler would unscale the sum so far at each batch
             raise ValueError(
-                f"found a GradScaler and set_grad_accum_steps({n}), expected one of them: leave it at 1, and "
-                "accumulate by calling scaler.step and update on each n-th batch"
+                f"found a GradScaler and set_grad_accum_steps({n}), expected only one of the two: leave it at 1, and "
+                "accumulate by calling scaler.step and scaler.update on each n-th batch only"
             )
         if n > 1 and is_stepped_by_accelerate():
             raise ValueError(
-                f"found set_grad_accum_steps({n}) of an optimizer that accelerate has prepared, which counts "
-                "batches too: leave it at 1, and give Accelerator(gradient_accumulation_steps=...)"
+                f"found set_grad_accum_steps({n}) of an optimizer that accelerate has prepared, but accelerate counts "
+                "batches itself: leave it at 1, and pass Accelerator(gradient_accumulation_steps=...)"
             )
         if has_scaler:
             raise ValueError(
-                "accelerate updates the scale after the step of each optimizer that it has prepared, so with fp16 the "
-                "gradients of a second one would be unscaled twice: prepare recckpt.sparse.JointOptimizer(dense, "
-                "sparse) in place of the two, or use mixed_precision='bf16'"
+                "accelerate updates the scale after the step of each optimizer that it has prepared, so with fp16 it "
+                "would unscale a second optimizer's gradients twice: prepare recckpt.sparse.JointOptimizer(dense, "
+                "sparse) instead of both optimizers, or use mixed_precision='bf16'"
             )
 
     def _step_table(self, parameter: TableParameter, group: Group) -> None:
-        """Update the rows of a table, use up its gradients and count the step: all of it or nothing."""
+        """Update the rows of a table, use up its gradients and count the step, either all of this or nothing."""
         table = parameter.table
         with table.store.lock:
             self._count_step(parameter)
@@ -336,7 +336,7 @@ class SparseOptimizer(Optimizer):
                 n_ids = taken.n_lost + len(taken.rows)
                 warn_once(table, "eval mode", _IN_EVAL_MODE.format(taken.n_lost, n_ids))
             step, columns = self.state.get(parameter, {}).get("step", 0) + 1, table.store.columns
-            weights = columns[EMBEDDING].gather(taken.rows).to(taken.grads.dtype)  # float32 at least
+            weights = columns[EMBEDDING].gather(taken.rows).to(taken.grads.dtype)  # at least float32
             slots = [columns[name].gather(taken.rows) for name in self.slot_names]
             self._apply(weights, taken, slots, step, group)
             self._under_way[parameter] = step, taken.used
@@ -345,7 +345,7 @@ class SparseOptimizer(Optimizer):
             self._count_step(parameter)
 
     def _count_step(self, parameter: TableParameter) -> None:
-        """Count the last step of a table if it is done, even if an exception followed. Under the table's lock."""
+        """Count a table's last step if its rows were written, even if an exception followed. Under the table's lock."""
         step, is_done = self._under_way.get(parameter, (0, np.zeros(1, np.int64)))
         if is_done[0]:
             self.state[parameter] = {**self.state.get(parameter, {}), "step": step}
@@ -357,7 +357,7 @@ class SparseOptimizer(Optimizer):
                 self._count_step(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps by table name and the groups, in plain scalars; everything else is in the tables."""
+        """Return each table's step and the groups, as plain scalars; all other state is in the tables' slots."""
         self._count_steps()
         packed = super().state_dict()
         names = [name for group in packed["param_groups"] for name in group["tables"]]
@@ -371,9 +371,9 @@ class SparseOptimizer(Optimizer):
         """Load the steps and hyper-parameters of a ``state_dict()`` over the same tables, in any order.
 
         Raises:
-            StateMismatchError: it has other tables, another rule or other groups. Nothing has been changed.
+            StateMismatchError: the tables, the rule or the groups differ. Nothing has been changed.
         """
-        known = [key for key in self.defaults if key != "differentiable"]  # torch adds it at the first load
+        known = [key for key in self.defaults if key != "differentiable"]  # torch adds this key at the first load
         groups = match(state_dict, self.param_groups, self.slot_names, known)
         for group in groups:
             self._check(group)
@@ -406,18 +406,18 @@ class SparseOptimizer(Optimizer):
                 kind = type(table).__name__
                 raise TypeError(f"a sparse optimizer takes recckpt.sparse.HashTable, found a {kind}: {REMEDY}")
             if not table.dtype.is_floating_point:
-                raise ValueError(f"table {table.name!r} of {table.dtype} has no gradients: leave it out")
+                raise ValueError(f"table {table.name!r} of {table.dtype} has no gradients: leave out this table")
             if not table.is_trained:
-                raise ValueError(f"table {table.name!r} is an average, or holds counts: leave it out")
+                raise ValueError(f"table {table.name!r} is an average, or holds counts: leave out this table")
             if table.name in seen:
                 same = seen[table.name] is table
-                wrong = "is here twice: list it once" if same else "shares its name with another table: rename one"
+                wrong = "is listed twice: list it once" if same else "shares its name with another table: rename one"
                 raise ValueError(f"table {table.name!r} {wrong}")
             seen[table.name] = table
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
-        """Declare the slots of this optimizer: by default shaped like embeddings, starting at zero."""
-        dtype = torch.promote_types(table.dtype, torch.float32)  # for moments and arithmetic
+        """Add this optimizer's slots to a table: by default with the shape of embeddings, starting at zero."""
+        dtype = torch.promote_types(table.dtype, torch.float32)  # dtype of the moments, and of the arithmetic
         for name in self.slot_names:
             table.add_slot(name, table.embedding_shape, dtype)
 
@@ -435,12 +435,12 @@ class SparseOptimizer(Optimizer):
         self._update(weights, taken.grads, slots, step, group)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
-        """Apply the rule in place; all tensors have one row an id."""
+        """Apply the rule in place; all tensors have one row per id."""
         raise NotImplementedError
 
 
 def is_stepped_by_accelerate() -> bool:
-    """Say whether accelerate's optimizer makes this step; it leaves no other mark on the inner one."""
+    """Say whether the call comes from accelerate's optimizer, which leaves no other trace on the wrapped optimizer."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "accelerate.optimizer":

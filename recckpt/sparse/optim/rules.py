@@ -1,4 +1,4 @@
-"""The rules of descent on the rows that had a gradient: SGD, Adam and its kin, and Adagrad and its kin."""
+"""The update rules of sparse optimizers, applied to rows that had a gradient: SGD, variants of Adam and of Adagrad."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class SparseSGD(SparseOptimizer):
 
 
 class SparseAdam(SparseOptimizer):
-    """Adam by the rule of ``torch.optim.SparseAdam``: moments and weights change only in touched rows.
+    """Adam by the rule of ``torch.optim.SparseAdam``: only rows with a gradient change, in moments and weights.
 
-    The bias correction follows the steps of the table, not of the row, and comes after ``eps``::
+    The bias correction counts the steps of the table, not those of the row, and comes after ``eps``::
 
         weights -= lr * sqrt(1 - beta2 ** step) / (1 - beta1 ** step) * exp_avg / (sqrt(exp_avg_sq) + eps)
 
@@ -43,7 +43,7 @@ class SparseAdam(SparseOptimizer):
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
         lr: learning rate, at least 0.
         betas: decay of the two moments, each of [0, 1).
-        eps: keeps the divisor from 0.
+        eps: added to the divisor, so that it is not 0.
     """
 
     slot_names = ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
@@ -65,9 +65,9 @@ class SparseAdam(SparseOptimizer):
 class SparseAdamW(SparseOptimizer):
     """Adam with decoupled weight decay, by the rule of ``torch.optim.AdamW``, on touched rows only.
 
-    Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019; made lazy as in RecIS: a row
-    decays, and its moments move, in the steps in which it has a gradient. Where every row has one in every
-    step, this is ``torch.optim.AdamW``::
+    Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019; made lazy as in RecIS: weight decay and
+    moments of a row advance only in steps in which the row has a gradient. If every row has a gradient in every step,
+    this is ``torch.optim.AdamW``::
 
         weights -= lr * weight_decay * weights
         weights -= lr / (1 - beta1 ** step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2 ** step)) + eps)
@@ -78,8 +78,8 @@ class SparseAdamW(SparseOptimizer):
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
         lr: learning rate, at least 0.
         betas: decay of the two moments, each of [0, 1).
-        eps: keeps the divisor from 0.
-        weight_decay: part of a weight that is lost in a step at learning rate 1, at least 0.
+        eps: added to the divisor, so that it is not 0.
+        weight_decay: share of a weight that is subtracted in a step at learning rate 1, at least 0.
     """
 
     slot_names = ("sparse_adamw_exp_avg", "sparse_adamw_exp_avg_sq")
@@ -121,22 +121,22 @@ def _follow(grads: Tensor, slots: list[Tensor], step: int, group: Group) -> tupl
 class SparseAdamWTF(SparseAdamW):
     """Adam with a weight decay that the learning rate does not scale, on touched rows only, as in RecIS.
 
-    It differs from :class:`SparseAdamW` in two things: the decay is by ``weight_decay`` itself, and ``eps`` is added
-    before the bias is corrected, as in :class:`SparseAdam`::
+    Two things differ from :class:`SparseAdamW`: the decay is ``weight_decay`` itself, and ``eps`` is added before the
+    bias correction, as in :class:`SparseAdam`::
 
         weights *= 1 - weight_decay
         weights -= lr * sqrt(1 - beta2 ** step) / (1 - beta1 ** step) * exp_avg / (sqrt(exp_avg_sq) + eps)
 
-    So with a learning-rate schedule the decay stays the same, and a ``weight_decay`` of one thousandth here is what
-    ``SparseAdamW`` makes of 1 at ``lr=1e-3``. The moments are the slots ``sparse_adamw_tf_exp_avg`` and
-    ``sparse_adamw_tf_exp_avg_sq``, which are RecIS's.
+    So a learning-rate schedule does not change the decay, and ``weight_decay=1e-3`` here equals ``weight_decay=1`` of
+    ``SparseAdamW`` at ``lr=1e-3``. The moments are the slots ``sparse_adamw_tf_exp_avg`` and
+    ``sparse_adamw_tf_exp_avg_sq``, as in RecIS.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
         lr: learning rate, at least 0.
         betas: decay of the two moments, each of [0, 1).
-        eps: keeps the divisor from 0.
-        weight_decay: part of a weight that is lost in a step, of [0, 1].
+        eps: added to the divisor, so that it is not 0.
+        weight_decay: share of a weight that is subtracted in a step, in [0, 1].
     """
 
     slot_names = ("sparse_adamw_tf_exp_avg", "sparse_adamw_tf_exp_avg_sq")
@@ -152,11 +152,11 @@ class SparseAdamWTF(SparseAdamW):
 
 
 class _Adagrad(SparseOptimizer):
-    """A rule of Adagrad; ``numbers`` are the hyper-parameters in the order of ``_numbers``."""
+    """A variant of Adagrad; ``numbers`` are the hyper-parameters in the order of ``_numbers``."""
 
     _numbers = ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay")
-    _is_row_wise = False  # one sum a row, not one a value
-    _squares_by_rank = False  # the gradients of each rank are squared, not their sum
+    _is_row_wise = False  # whether a row has one sum, instead of one per value
+    _squares_by_rank = False  # whether each rank's gradients are squared before summing, instead of their sum
 
     def __init__(self, tables: Tables, numbers: Sequence[float | Tensor], maximize: bool) -> None:
         defaults = dict(zip(self._numbers, numbers, strict=True))
@@ -165,7 +165,7 @@ class _Adagrad(SparseOptimizer):
     def _check(self, group: Group) -> None:
         super()._check(group)
         if self._squares_by_rank and group["weight_decay"]:
-            raise ValueError(f"found weight_decay={group['weight_decay']!r}, expected 0: a decay is of no one rank")
+            raise ValueError(f"found weight_decay={group['weight_decay']!r}, expected 0: a decay belongs to no rank")
 
     def _check_tables(self, tables: list[Any]) -> None:
         super()._check_tables(tables)
@@ -201,19 +201,19 @@ class _Adagrad(SparseOptimizer):
 class SparseAdagrad(_Adagrad):
     """Adagrad, by the rule of ``torch.optim.Adagrad``, on touched rows only.
 
-    ``sum += grads ** 2; weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) + eps)``, with
-    ``sum`` in the slot ``sparse_adagrad_sum``; ``grads`` are ``grads + weight_decay * weights`` where there is a decay,
-    of rows that have a gradient. torch refuses a decay on sparse gradients; where every row has one in every step, this
-    is its rule on dense ones.
+    ``sum += grads ** 2; weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) + eps)``, with ``sum`` in the
+    slot ``sparse_adagrad_sum``. With a decay, ``weight_decay * weights`` is first added to ``grads``, in rows that have
+    a gradient; torch refuses a decay on sparse gradients. If every row has a gradient in every step, this is torch's
+    rule on dense gradients.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
         lr: learning rate, at least 0.
         lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
-        eps: keeps the divisor from 0.
-        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
-        weight_decay: part of the weights that is added to their gradients, at least 0.
-        maximize: whether to go up the gradients.
+        eps: added to the divisor, so that it is not 0.
+        initial_accumulator_value: initial ``sum`` of a new row, at least 0.
+        weight_decay: share of the weights that is added to their gradients, at least 0.
+        maximize: whether to ascend the gradients instead of descending.
     """
 
     slot_names = ("sparse_adagrad_sum",)
@@ -233,20 +233,20 @@ class SparseAdagrad(_Adagrad):
 
 
 class SparseRowWiseAdagrad(_Adagrad):
-    """Adagrad with one sum a row, by the rule of FBGEMM (``OptimType.EXACT_ROWWISE_ADAGRAD``), TorchRec and RecIS.
+    """Adagrad with one sum per row, by the rule of FBGEMM (``OptimType.EXACT_ROWWISE_ADAGRAD``), TorchRec and RecIS.
 
     ``sum += mean(grads ** 2)`` over the row, ``weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) +
-    eps)``, with ``sum`` in the scalar slot ``sparse_rowwise_adagrad_sum``; ``grads`` are ``grads + weight_decay *
-    weights`` where there is a decay, of rows that have a gradient.
+    eps)``, with ``sum`` in the scalar slot ``sparse_rowwise_adagrad_sum``. With a decay, ``weight_decay * weights`` is
+    first added to ``grads``, in rows that have a gradient.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
         lr: learning rate, at least 0.
-        eps: keeps the divisor from 0.
-        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        eps: added to the divisor, so that it is not 0.
+        initial_accumulator_value: initial ``sum`` of a new row, at least 0.
         lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
-        weight_decay: part of the weights that is added to their gradients, at least 0.
-        maximize: whether to go up the gradients.
+        weight_decay: share of the weights that is added to their gradients, at least 0.
+        maximize: whether to ascend the gradients instead of descending.
     """
 
     slot_names = ("sparse_rowwise_adagrad_sum",)
@@ -270,18 +270,18 @@ class SparseAdagradSum(SparseAdagrad):
     """Adagrad of summed gradients, by the rule of RecIS's optimizer of this name.
 
     With ``g`` the gradient that one rank has for a row: ``sum += sum of g ** 2; weights -= lr / (1 + (step - 1) *
-    lr_decay) * sum of g / (sqrt(sum) + eps)``, over the ranks, and over the look-ups of a table since the last step.
-    One rank that looks each table up once a step does what :class:`SparseAdagrad` does, whose slot it shares. Clipping
-    and scaling of the gradients count for their squares too.
+    lr_decay) * sum of g / (sqrt(sum) + eps)``. Both sums are over the ranks, and over the look-ups of a table since the
+    last step. With one rank and one look-up per table and step, this equals :class:`SparseAdagrad`, whose slot it
+    shares. Clipping and scaling of the gradients change their squares, too.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``; sharded
-            ones are made with ``gradients="sum"``.
+            tables must be made with ``gradients="sum"``.
         lr: learning rate, at least 0.
         lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
-        eps: keeps the divisor from 0.
-        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
-        maximize: whether to go up the gradients.
+        eps: added to the divisor, so that it is not 0.
+        initial_accumulator_value: initial ``sum`` of a new row, at least 0.
+        maximize: whether to ascend the gradients instead of descending.
 
     Raises:
         ValueError: a table divides its gradients by the number of ranks.
@@ -303,17 +303,17 @@ class SparseAdagradSum(SparseAdagrad):
 
 
 class SparseRowWiseAdagradSum(SparseRowWiseAdagrad):
-    """As :class:`SparseAdagradSum`, with one accumulator a row, in the slot ``sparse_rowwise_adagrad_sum_by_rank``.
+    """Row-wise :class:`SparseAdagradSum`: one accumulator per row, in the slot ``sparse_rowwise_adagrad_sum_by_rank``.
 
-    Each step adds to it the mean, over the columns of the row, of the summed squared gradients.
+    Each step adds to the accumulator the mean, over the columns of the row, of the summed squared gradients.
 
     Args:
-        tables: as of :class:`SparseAdagradSum`.
+        tables: as in :class:`SparseAdagradSum`.
         lr: learning rate, at least 0.
-        eps: keeps the divisor from 0.
-        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        eps: added to the divisor, so that it is not 0.
+        initial_accumulator_value: initial ``sum`` of a new row, at least 0.
         lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
-        maximize: whether to go up the gradients.
+        maximize: whether to ascend the gradients instead of descending.
 
     Raises:
         ValueError: a table divides its gradients by the number of ranks.

@@ -1,4 +1,4 @@
-"""Decides by a policy which ids of a look-up get rows, and counts the ids that have no row yet."""
+"""Decides by a policy which looked-up ids get rows, and counts the ids that have no row yet."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MakeTable = Callable[[int, torch.dtype, str], TableModule]
 # Inverses of the factors of mix64.
 _INVERSE_1, _INVERSE_2 = np.uint64(0x96DE1B173F119089), np.uint64(0x319642B2D24D8EC3)
 _S16, _S27, _S30, _S31, _S48, _S54, _S60, _S62 = (np.uint64(n) for n in (16, 27, 30, 31, 48, 54, 60, 62))
-_SECOND = np.uint64(0x9E3779B97F4A7C15)  # the step of splitmix64: other bits than those that choose the block
+_SECOND = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment: makes these bits independent of those for the block
 Bools = npt.NDArray[np.bool_]
-_MOST = 64  # look-ups of a table between a forward run and its recomputation
+_MOST = 64  # number of look-ups remembered, for a recomputation that comes later than other look-ups
 FetchRows = Callable[[Int64s, Int64s], Tensor]
 
 
@@ -42,7 +42,7 @@ class Candidates:
         self.table = make(1, torch.int64, "candidates")
 
     def counts(self, ids: Int64s, occurrences: Int64s) -> Int64s:
-        """Return how often each of these distinct ids occurred, the given occurrences included."""
+        """Return how often each of these distinct ids has occurred, including ``occurrences``."""
         counted: Int64s = self.table.store.look_up(ids, embedding_reader(self.table)).numpy()[:, 0]
         return counted + occurrences
 
@@ -62,10 +62,10 @@ class Candidates:
 
 
 class BloomCandidates(Candidates):
-    """A table of counts in blocks of cells; ids share cells by hash. There is one row per block that has a count.
+    """A table of counts in blocks of cells; ids share cells by hash. Only blocks with a count have a row.
 
-    The id of a block is in the same bucket as the ids that the block counts, so the same rank owns all of them. The
-    name of the table includes the geometry, so a load never mixes counts of two geometries.
+    The id of a block is in the same bucket as the ids that the block counts, so one rank owns all of them. The name of
+    the table includes the geometry, so a load never mixes counts of two geometries.
     """
 
     def __init__(self, make: MakeTable, bloom: Bloom) -> None:
@@ -85,10 +85,10 @@ class BloomCandidates(Candidates):
             store.insert(blocks, {EMBEDDING: torch.from_numpy(cells)})
 
     def waiting(self) -> Int64s:
-        return np.empty(0, np.int64)  # cells do not tell their ids
+        return np.empty(0, np.int64)  # the ids cannot be recovered from the cells
 
     def forget(self, ids: Int64s) -> None:
-        """Do nothing: other ids may share the cells."""
+        """Do nothing, because other ids may share the cells."""
 
     def _counted(self, ids: Int64s, occurrences: Int64s) -> tuple[Int64s, npt.NDArray[np.uint8], Int64s]:
         """Return the blocks of ids, their cells with the occurrences added, and the index of each id's block."""
@@ -101,14 +101,14 @@ class BloomCandidates(Candidates):
 
 
 def block_of(ids: Int64s, geometry: Geometry) -> Int64s:
-    """Return the id of each id's block; both are in the same bucket."""
+    """Return the id of each id's block. Both ids are in the same bucket."""
     hashed = mix64(ids.view(np.uint64))
     inside = hashed & ((np.uint64(1) << _S48) - np.uint64(1))
     number = (inside * np.uint64(geometry.blocks)) >> _S48
     bucket = hashed >> _S48
-    # The bucket again in the lowest bits, by which the index of a table spreads its ids.
+    # The bucket is repeated in the lowest bits, because the index of a table spreads its ids by these bits.
     z = (bucket << _S48) | (number << _S16) | bucket
-    z = (z ^ (z >> _S31) ^ (z >> _S62)) * _INVERSE_2  # what mix64 makes this of
+    z = (z ^ (z >> _S31) ^ (z >> _S62)) * _INVERSE_2  # inverts mix64, so that the block's id hashes to z
     z = (z ^ (z >> _S27) ^ (z >> _S54)) * _INVERSE_1
     blocks: Int64s = (z ^ (z >> _S30) ^ (z >> _S60)).view(np.int64)
     return blocks
@@ -116,7 +116,7 @@ def block_of(ids: Int64s, geometry: Geometry) -> Int64s:
 
 @compiled
 def _cells_of(id_: Any, n_hashes: int, cells: Any) -> int:
-    """Write the distinct cells of an id into ``cells``, and return their number."""
+    """Write the distinct cells of an id to ``cells`` and return their number."""
     n, bits = 0, np.uint64(0)
     hashed = mix64_of_one(np.uint64(id_)) + _SECOND
     for i in range(n_hashes):
@@ -152,10 +152,10 @@ def _least(ids: Any, at: Any, n_hashes: int, blocks: Any, least: Any) -> None:
 
 
 class Admission:
-    """A policy for which ids get rows, and counts of the ids that wait, if the policy needs them.
+    """Applies a policy for which ids get rows, and counts the ids that wait, if the policy needs counts.
 
-    The object remembers which ids the last look-ups refused, because ``torch.utils.checkpoint`` repeats look-ups. A
-    repeated look-up must train the same rows as the first, although a look-up in between may have admitted more ids.
+    Remembers which ids the last look-ups refused, because ``torch.utils.checkpoint`` repeats look-ups: a repeated
+    look-up must train the same rows as the first one, although a look-up in between may have admitted more ids.
     """
 
     def __init__(self, policy: Admit, table_time: TableTime, make: MakeTable) -> None:
@@ -163,14 +163,14 @@ class Admission:
         self.candidates: Candidates | None = None
         if policy.counts:
             self.candidates = Candidates(make) if policy.bloom is None else BloomCandidates(make, policy.bloom)
-        self._refused: dict[int, npt.NDArray[np.uint8]] = {}  # digest of the ids of a look-up -> one bit an id
+        self._refused: dict[int, npt.NDArray[np.uint8]] = {}  # digest of a look-up's ids -> one bit per id
         self._table_time = table_time
 
     def fetch(self, table: TableModule, ids: Int64s, occurrences: Int64s, fetch_rows: FetchRows) -> Fetched:
-        """Return the embeddings of ids. Admitted ids get a row; the others read the values that a row would start with.
+        """Return the embeddings of ids. Admitted ids get a row; other ids read the initial values of a new row.
 
-        ``fetch_rows`` inserts rows for ids and returns their embeddings. The rows change first, then the counts; an
-        exception leaves each of the two either fully changed or unchanged.
+        ``fetch_rows`` inserts rows for ids and returns their embeddings. The rows change before the counts; after an
+        exception each of the two is either fully changed or unchanged.
         """
         with table.store.lock:
             absent = np.flatnonzero(table.store.find(ids) < 0)
@@ -189,11 +189,11 @@ class Admission:
             is_present[absent] = is_in[groups]
             present, refused = np.flatnonzero(is_present), np.flatnonzero(~is_present)
             occurrences, first_at = occurrences.copy(), np.empty(len(new_ids), np.int64)
-            first_at[groups[::-1]] = absent[::-1]  # the last assignment wins: each id's first place in the look-up
-            occurrences[first_at] += counts - occurred  # what was counted while the id waited
+            first_at[groups[::-1]] = absent[::-1]  # reversed, so that each id keeps its first position in the look-up
+            occurrences[first_at] += counts - occurred  # adds the occurrences counted while the id waited
             rows = fetch_rows(ids[present], occurrences[present])
-            first = first_embeddings(table, new_ids[is_out])  # after the new rows are there, as in a recomputation
-            places = np.empty(len(ids), np.int64)  # each id's place among rows and first embeddings
+            first = first_embeddings(table, new_ids[is_out])  # after new rows exist, as in a recomputation
+            places = np.empty(len(ids), np.int64)  # each id's position in ``rows`` followed by ``first``
             places[present] = np.arange(len(present))
             places[refused] = len(present) + (np.cumsum(~is_in) - 1)[groups[~is_in[groups]]]
             rows = torch.cat([rows, first]).index_select(0, torch.from_numpy(places).to(rows.device))
@@ -214,19 +214,19 @@ class Admission:
                 self._refused.pop(next(iter(self._refused)), None)
 
     def refused(self, ids: Int64s) -> Bools:
-        """Return which ids the last look-up of exactly these ids refused."""
+        """Return a mask of the ids that the last look-up of exactly these ids refused."""
         bits = self._refused.get(xxhash.xxh3_64_intdigest(ids.data)) if self._refused else None
         if bits is None:
             return np.zeros(len(ids), np.bool_)
         return np.unpackbits(bits, count=len(ids)).view(np.bool_)
 
     def forget(self, ids: Int64s) -> None:
-        """Drop the counts of ids that have rows now or were erased. Counts in shared cells stay."""
+        """Drop the counts of ids that now have rows, or were erased. Counts in shared cells stay."""
         if self.candidates is not None:
             self.candidates.forget(ids)
 
     def forget_present(self, store: RowStore) -> None:
-        """Drop the counts of ids that got rows otherwise, for example by a load that merges."""
+        """Drop the counts of ids that got rows in another way, for example through a merging load."""
         if self.candidates is not None:
             with store.lock:
                 waiting = self.candidates.waiting()
@@ -236,7 +236,7 @@ class Admission:
         step = self._table_time.step
         if self.policy.needs_step and step is None:
             raise ValueError(
-                f"table {table!r}: {self.policy!r} tosses anew at each step, and nobody has said which this is: "
+                f"table {table!r}: {self.policy!r} decides anew at each step, but the table was not given a step: "
                 "make a CheckpointManager and call its step(), or set table.step"
             )
         mask = self.policy.admits(ids, counts, step or 0)

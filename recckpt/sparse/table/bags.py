@@ -1,4 +1,4 @@
-"""Tables in place of ``nn.Embedding`` and ``nn.EmbeddingBag``: their rows are taken over, and bags of ids pooled."""
+"""Replaces ``nn.Embedding`` and ``nn.EmbeddingBag`` by tables: takes over their rows, and pools bags of ids."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Mode = Literal["sum", "mean", "max"]
 
 
 def ids_of_embedding(module: Any, name: str, ids: Tensor | None) -> tuple[Tensor, int | None]:
-    """Return the ids of a module's rows, by default 0 to n - 1, and its padding id; refuse what a table cannot do."""
+    """Return a module's ids (default: 0 to n - 1) and its padding id; refuse options that a table does not support."""
     if not isinstance(module, Embedding):
         raise TypeError(f"table {name!r}: found a {type(module).__name__}, expected an nn.Embedding or nn.EmbeddingBag")
     for option in ("max_norm", "scale_grad_by_freq"):
         if getattr(module, option):
             value = f"{option}={getattr(module, option)!r}"
-            raise ValueError(f"table {name!r}: found {value}, which a table does not have: keep this module as it is")
+            raise ValueError(f"table {name!r}: found {value}, which no table supports: keep this module as it is")
     _check_plain(module, name)
     n_rows = len(module.weight)
     numbers = torch.arange(n_rows, device="cpu") if ids is None else torch.from_numpy(flat_ids(ids).copy())
     n_different = len(distinct(numbers.numpy()))
     if len(numbers) != n_rows or n_different != len(numbers):
         counts = f"{len(numbers)} ids, {n_different} of them different"
-        raise ValueError(f"table {name!r}: found {counts}, expected a different one for each of {n_rows} rows")
+        raise ValueError(f"table {name!r}: found {counts}, expected {n_rows} distinct ids, one for each row")
     padding = module.padding_idx
     return numbers, None if padding is None else int(numbers[padding])
 
 
 def _check_plain(module: Embedding, name: str) -> None:
-    """Refuse a module whose behaviour was changed (own forward, hooks, parametrizations): a table would not do that."""
+    """Refuse a module whose behaviour was changed (own forward, hooks, parametrizations), which a table cannot copy."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     hooks = [hook for hook in _HOOKS if getattr(module, hook, None) or getattr(module.weight, hook, None)]
     extra = ""
@@ -55,13 +55,13 @@ def _check_plain(module: Embedding, name: str) -> None:
     elif getattr(module, "parametrizations", None):
         extra = "parametrizations"
     if extra:
-        raise ValueError(f"table {name!r}: found {extra}, which a table does not have: keep this module as it is")
+        raise ValueError(f"table {name!r}: found {extra}, which no table supports: keep this module as it is")
 
 
 def rows_of_nested(table: str, what: str, nested: Any) -> tuple[Tensor, Tensor]:
-    """Return the values of all rows of a nested tensor, gaps left out, and the length of each row.
+    """Return the values of all rows of a nested tensor, without gaps, and the length of each row.
 
-    ValueError for another layout than torch.jagged, for offsets that do not fit: torch checks neither.
+    Raises ValueError for a layout other than torch.jagged and for invalid offsets, because torch checks neither.
     """
     if nested.layout != torch.jagged:
         raise ValueError(f"table {table!r}: found nested {what} of {nested.layout}, expected layout=torch.jagged")
@@ -75,11 +75,11 @@ def rows_of_nested(table: str, what: str, nested: Any) -> tuple[Tensor, Tensor]:
     if not is_inside or (not has_holes and (int(offsets[0]), int(offsets[-1])) != (0, len(values))):
         raise ValueError(
             f"table {table!r}: found {len(values)} values and offsets {offsets[:3].tolist()}...{offsets[-3:].tolist()} "
-            f"in nested {what}, expected the first 0, each at least the one before, and the last {len(values)}: values "
-            "outside of all rows need lengths too, or are to be cut off"
+            f"in nested {what}, expected ascending offsets from 0 to {len(values)}: pass lengths too if values lie "
+            "outside all rows, or cut such values off"
         )
     if has_holes:
-        firsts = starts - (lengths.cumsum(0) - lengths)  # how far each row is shifted by gaps
+        firsts = starts - (lengths.cumsum(0) - lengths)  # by how much gaps shift each row
         places = torch.arange(int(lengths.sum()), device=values.device) + firsts.repeat_interleave(lengths)
         values = values[places]
     return values, lengths
@@ -93,7 +93,7 @@ def weights_alike(table: str, nested: Tensor, lengths: Tensor) -> Tensor:
         what = f"{len(own)} rows of weights, expected {len(expected)}"
         if row is not None:
             what = f"{own[row]} weights in row {row}, expected {expected[row]}"
-        raise ValueError(f"table {table!r}: found {what}, as many as of the ids")
+        raise ValueError(f"table {table!r}: found {what}, one for each id")
     return values
 
 
@@ -114,7 +114,7 @@ def bags_of(
     lengths: Tensor | None = None,
     include_last_offset: bool = False,
 ) -> Bags:
-    """Return bags of ids without padding, so a bag may be empty. ``offsets`` and ``lengths`` exclude each other."""
+    """Return bags of ids without padding ids; a bag may be empty. ``offsets`` and ``lengths`` exclude each other."""
     bags = _bags_of(table.name, ids, weights, offsets, lengths, include_last_offset=include_last_offset)
     padding_id = table.padding_id if padding_id is None else checked_padding(table.name, padding_id)
     if padding_id is None:
@@ -129,7 +129,7 @@ def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"table {table.name!r}: found mode={mode!r}, expected one of {', '.join(get_args(Mode))}")
     if not table.dtype.is_floating_point:
-        raise ValueError(f"table {table.name!r} of {table.dtype} cannot be pooled: look its rows up, and pool them")
+        raise ValueError(f"table {table.name!r} of {table.dtype} cannot be pooled: look up its rows and pool them")
     if weights is not None and mode != "sum":
         raise ValueError(f"table {table.name!r}: found weights and mode={mode!r}, expected mode='sum' with weights")
     if weights is not None and weights.dtype != table.dtype:
@@ -139,7 +139,7 @@ def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
 
 
 def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
-    if not len(bags.offsets):  # torch makes no graph of it
+    if not len(bags.offsets):  # torch makes no graph for an empty batch
         return rows[:0]
     numbers = torch.arange(len(rows), device=rows.device)
     weights = None if bags.weights is None else bags.weights.to(rows.device)
@@ -153,17 +153,17 @@ def _bags_of(
 ) -> Bags:
     named = [name for name, values in (("offsets", offsets), ("lengths", lengths)) if values is not None]
     if include_last_offset and offsets is None:
-        raise ValueError(f"table {table!r}: found include_last_offset without offsets, expected it with them only")
+        raise ValueError(f"table {table!r}: found include_last_offset without offsets, expected both or neither")
     if not isinstance(ids, Tensor) or ids.is_nested:
         if named:
-            raise ValueError(f"table {table!r}: found {' and '.join(named)} with ragged ids, expected none beside them")
+            raise ValueError(f"table {table!r}: found {' and '.join(named)} with ragged ids, which have their own")
         return _of_ragged(table, ids, weights)
     flat = _checked_ids(table, ids).reshape(-1)
     if ids.dim() == 2 and not named:
         starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
     elif ids.dim() != 1 or len(named) != 1:
         kind = f"ids of shape {tuple(ids.shape)} with {' and '.join(named) or 'neither offsets nor lengths'}"
-        raise ValueError(f"table {table!r}: found {kind}, expected two dimensions alone, or one with either of them")
+        raise ValueError(f"table {table!r}: found {kind}, expected ids of two dimensions, or of one with either")
     elif lengths is not None:
         starts = _starts(table, lengths, len(flat))
     else:
@@ -176,8 +176,8 @@ def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
     check_proxy(ids)
     if not is_tensor and hasattr(ids, "keys"):
         raise TypeError(
-            f"table {table!r}: found a {type(ids).__name__} of several features, expected one of them: ids[{table!r}]; "
-            "EmbeddingCollection.bag takes it whole"
+            f"table {table!r}: found a {type(ids).__name__} of several features, expected a single feature: "
+            f"ids[{table!r}]; EmbeddingCollection.bag takes all features"
         )
     if not is_tensor and not all(callable(getattr(ids, name, None)) for name in ("values", "lengths", "offsets")):
         raise TypeError(
@@ -207,8 +207,8 @@ def _starts(table: str, values: Any, n_ids: int) -> Tensor:
     lengths = _counts(table, "lengths", values)
     if bool((lengths < 0).any()) or int(lengths.sum()) != n_ids:
         raise ValueError(
-            f"table {table!r}: found lengths {lengths[:3].tolist()}..., {int(lengths.sum())} in all, expected {n_ids} "
-            "in all, as many as there are ids, and none below 0"
+            f"table {table!r}: found lengths {lengths[:3].tolist()}... with the sum {int(lengths.sum())}, expected "
+            f"lengths of at least 0 with the sum {n_ids}, the number of ids"
         )
     return lengths.cumsum(0) - lengths
 
@@ -220,8 +220,8 @@ def _checked_offsets(table: str, offsets: Tensor | None, n_ids: int, *, include_
     if not good or (include_last_offset and int(starts[-1:].sum()) != n_ids):
         last = f"; the last {n_ids}" if include_last_offset else ""
         raise ValueError(
-            f"table {table!r}: found offsets {starts[:3].tolist()}...{starts[-3:].tolist()}, expected the first 0, "
-            f"each at least the one before, and at most {n_ids}, as many as there are ids{last}"
+            f"table {table!r}: found offsets {starts[:3].tolist()}...{starts[-3:].tolist()}, expected ascending ones "
+            f"from 0, and at most {n_ids}, the number of ids{last}"
         )
     return starts[:-1] if include_last_offset else starts
 
@@ -240,5 +240,5 @@ def _checked_weights(table: str, weights: Any, shape: tuple[int, ...]) -> Tensor
         return None
     if not isinstance(weights, Tensor) or tuple(weights.shape) != shape:
         kind = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(f"table {table!r}: found weights of {kind}, expected a tensor of {shape}, as the ids")
+        raise ValueError(f"table {table!r}: found weights of {kind}, expected a tensor of {shape}, as the ids have")
     return weights.reshape(-1)

@@ -1,4 +1,4 @@
-"""Checks the arguments of tables: shapes, dtypes and ids; refuses tracers and transforms of torch."""
+"""Checks shapes, dtypes and ids passed to tables; refuses calls under tracers and transforms of torch."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Int64s = npt.NDArray[np.int64]
 _NESTED = (
-    "ids must be a plain tensor, found a nested one: table.bag(ids) pools its rows; for rows that are not pooled "
+    "ids must be a plain tensor, found a nested one: table.bag(ids) pools its rows; to get rows without pooling, "
     "write torch.nested.nested_tensor_from_jagged(table(ids.values()), ids.offsets()), or pad the ids, with padding_id="
 )
-_FLOATS = "make them int64 where they come from: of large ids floats have lost the last digits already"
+_FLOATS = "make them int64 at their source: as floats, large ids have already lost their last digits"
 _PROBES = count()
-MAX_VALUES = 1 << 18  # in a row: a megabyte of float32; embeddings have hundreds
-_RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
+MAX_VALUES = 1 << 18  # values per row, a megabyte of float32; embeddings have hundreds
+_RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # column names of the file format
 
 
 def _asked(name: str, of: Any = torch._C) -> Callable[..., Any]:
-    """Return a private function of torch, or one that returns False where this version of torch lacks it."""
+    """Return a private function of torch, or a function that returns False if this version of torch lacks it."""
     function: Callable[..., Any] = getattr(of, name, lambda *_: False)
     return function
 
 
-_is_exporting = _asked("is_exporting", torch.compiler)  # torch 2.6 lacks it
-_is_tracing = _asked("_is_tracing")  # by torch.jit.trace, and by torch.onnx.export with dynamo=False
+_is_exporting = _asked("is_exporting", torch.compiler)  # missing in torch 2.6
+_is_tracing = _asked("_is_tracing")  # true under torch.jit.trace, and torch.onnx.export with dynamo=False
 _is_transformed = _asked("_are_functorch_transforms_active")
 _interpreter = _asked("peek_interpreter_stack", getattr(torch._C, "_functorch", None))
 _n_modes = _asked("_len_torch_dispatch_stack")
 _mode = _asked("_get_dispatch_mode")
 _MODES: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
-_PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)  # the mode of make_fx(pre_dispatch=True)
+_PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)  # set by make_fx(pre_dispatch=True)
 _is_pre_dispatch = functools.partial(_asked("_dispatch_tls_is_dispatch_key_included"), _PRE_DISPATCH)
 _FAKE = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
 _NOT_IN_PROGRAM = (
-    "a table cannot be part of a program of {}: its rows are found by numba, and the program would have those of its "
-    "examples as constants. Export or trace the dense part, with the rows as its input, and serve these by "
-    "recckpt.CheckpointReader; or, where ids are small, put nn.Embedding in the table's place, with the matrix that "
+    "a table cannot be part of a program of {}: numba looks up its rows, so the program would contain the rows of its "
+    "example as constants. Export or trace the dense part, with the rows as its input, and serve the rows with "
+    "recckpt.CheckpointReader; or, if ids are small, replace the table by an nn.Embedding with the matrix that "
     "`recckpt export --to embedding` writes"
 )
 _NOT_TRANSFORMED = (
-    "a table cannot be called inside {0}: its rows are found by numba, and trained by backward passes alone. Call it "
-    "before, with ids of any shape, and give the rows to the function that is transformed{1}"
+    "a table cannot be called inside {0}: numba looks up its rows, and only backward passes train them. Call the table "
+    "before, with ids of any shape, and pass the rows to the function that is transformed{1}"
 )
 _TRANSFORMS = {
     "Vmap": (
@@ -66,15 +66,15 @@ _TRANSFORMS = {
     "Functionalize": ("torch.func.functionalize", ""),
 }
 _NO_VALUES = (
-    "a table cannot be called inside FakeTensorMode, where ids have no values by which its rows are found: call it "
-    "outside, or stand in for its rows with torch.empty(*ids.shape, *table.embedding_shape)"
+    "a table cannot be called inside FakeTensorMode, where ids have no values to look up: call the table outside, or "
+    "replace its rows by torch.empty(*ids.shape, *table.embedding_shape)"
 )
 
 
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make ``torch.compile`` break its graph at a function and compile nothing inside it.
 
-    Rows are found by numba, which no graph can hold. So tracers and transforms (``torch.jit.trace``, ``make_fx``,
+    Numba looks up rows, which no graph can contain. So tracers and transforms (``torch.jit.trace``, ``make_fx``,
     ``torch.func``) are refused before the function begins.
     """
     uncompiled: list[Callable[_P, _R]] = []
@@ -87,10 +87,10 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # Where nothing is compiled, the import of what compiles would take seconds. A compiler does not get to see
-        # sys.modules: it would go through all of it, at each call that it compiles.
+        # Calling torch.compiler.disable imports torch._dynamo, which takes seconds: avoid that unless something was
+        # compiled. The compiler must not see sys.modules, or it would guard on all of it at each compiled call.
         if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
-            if _is_tracing() or _is_transformed() or _n_modes() or _is_pre_dispatch():  # not by run: look-ups are short
+            if _is_tracing() or _is_transformed() or _n_modes() or _is_pre_dispatch():  # inlined, for fast look-ups
                 _check_modes()
             return function(*args, **kwargs)
         if _is_exporting():
@@ -99,17 +99,17 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
             uncompiled.append(torch.compiler.disable(run))  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling():
             return uncompiled[0](*args, **kwargs)
-        try:  # not while compiling: graphs do not break inside try
+        try:  # not while compiling, because graphs cannot break inside try
             return uncompiled[0](*args, **kwargs)
         except Exception as error:
-            # What compilers have put around the function says nothing: the traceback is to begin in it.
+            # Drop the compiler's frames from the traceback, so that it begins in the function.
             code, part = getattr(function, "__code__", None), error.__traceback__
             while part is not None and part.tb_frame.f_code is not code:
                 part = part.tb_next
             raise error.with_traceback(part or error.__traceback__)  # noqa: B904  # it is the same error
 
     code: Any = call
-    code.__code__ = code.__code__.replace(co_name=function.__name__)  # its own: the compiler keeps its books by code
+    code.__code__ = code.__code__.replace(co_name=function.__name__)  # own code object: the compiler caches by code
     return call
 
 
@@ -117,7 +117,7 @@ def check_has_values(ids: Tensor) -> None:
     if ids.is_meta or (type(ids) is not Tensor and isinstance(ids, _FAKE)):
         kind = "on the device 'meta'" if ids.is_meta else "of FakeTensorMode"
         raise ValueError(
-            f"ids {kind} have no values, by which rows are found: give real ids, or stand in for the rows with "
+            f"ids {kind} have no values to look up: pass real ids, or replace the rows by "
             "torch.empty(*ids.shape, *table.embedding_shape)"
         )
 
@@ -133,7 +133,7 @@ def check_proxy(ids: object) -> None:
 
 
 def _check_modes() -> None:
-    """Raise RuntimeError where a call is traced, transformed or has fake values; other dispatch modes are fine."""
+    """Raise RuntimeError if the call is traced, transformed or gets fake tensors; other dispatch modes are fine."""
     if _is_tracing():
         _refuse_program("torch.jit.trace, nor of torch.onnx.export, which uses it")
     if _is_transformed():
@@ -151,7 +151,7 @@ def _refuse_program(tool: str) -> NoReturn:
 
 
 def flat_ids(ids: Tensor, *, as_asked: bool = False) -> Int64s:
-    """Return ``ids`` in one dimension on the CPU, not copied if they lie there. ``as_asked`` allows int32."""
+    """Return ``ids`` in one dimension on the CPU, without a copy if they are there. ``as_asked`` allows int32."""
     if not isinstance(ids, Tensor):
         check_proxy(ids)
         raise TypeError(f"ids must be an int64 tensor, found a {type(ids).__name__}; convert them with torch.as_tensor")
@@ -182,19 +182,19 @@ def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[
         raise ValueError(f"a shape needs dimensions of at least 1, found {sizes}")
     if math.prod(sizes) > MAX_VALUES:
         raise ValueError(
-            f"a row has at most {MAX_VALUES} values, found the shape {sizes}: give the shape of one row, such as 64; "
-            "the number of ids is not given, a table grows"
+            f"a row has at most {MAX_VALUES} values, found the shape {sizes}: pass the shape of one row, such as 64; a "
+            "table grows, so the number of ids is not part of the shape"
         )
     return sizes
 
 
 def checked_device(table: str, device: str | torch.device) -> torch.device:
     if torch.device(device).type == "meta":
-        raise ValueError(f"table {table!r}: rows on the device 'meta' have no values: leave the table where it is")
+        raise ValueError(f"table {table!r}: rows on the device 'meta' would have no values: do not move it there")
     if torch.get_default_device().type == "meta":
         raise ValueError(
-            f"table {table!r}: made under torch.device('meta'), where nothing has values: make it outside, or under "
-            "torch.device('cpu'); an empty table takes no memory"
+            f"table {table!r}: made under torch.device('meta'), where tensors have no values: make the table outside, "
+            "or under torch.device('cpu'); an empty table takes no memory"
         )
     return torch.device(device)
 
@@ -230,18 +230,18 @@ def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
     strangers = ids[~slice_.owns(ids)]
     if len(strangers):
         raise ValueError(
-            f"table {table!r} holds {slice_} only; {len(strangers)} of {len(ids)} ids lie outside, the first "
+            f"table {table!r} holds {slice_} only; {len(strangers)} of {len(ids)} ids are outside, the first "
             f"is {strangers[0]}: send ids to the rank that owns them"
         )
 
 
 def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Callable[[Tensor], Tensor]) -> torch.device:
-    """Return the device to which ``fn``, an argument of ``Module._apply``, moves tensors; refuse other changes."""
-    probe = torch.full((4,), next(_PROBES) % 100 + 1, dtype=dtype, device=device)  # unlike the last one
+    """Return the device to which ``fn``, an argument of ``Module._apply``, moves tensors; refuse other conversions."""
+    probe = torch.full((4,), next(_PROBES) % 100 + 1, dtype=dtype, device=device)  # differs from the last probe
     moved = fn(probe)
     if moved.dtype != dtype:
         raise TypeError(
-            f"table {table!r} keeps its dtype {dtype}, cannot become {moved.dtype}: make the "
+            f"table {table!r} keeps its dtype {dtype} and cannot become {moved.dtype}: make the "
             "table with dtype=..., and convert the dense modules one by one"
         )
     checked_device(table, moved.device)
@@ -253,8 +253,8 @@ def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Calla
     if moved.device.type == "cpu" and moved.is_shared():  # type: ignore[no-untyped-call]
         raise ValueError(
             f"table {table!r}: share_memory() cannot share its rows, which grow in the memory of this process: call it "
-            "on the dense modules one by one; a ShardedHashTable has its rows on several processes, and "
-            "recckpt.CheckpointReader gives them to others"
+            "on the dense modules one by one; ShardedHashTable spreads rows over processes, and "
+            "recckpt.CheckpointReader serves rows to other processes"
         )
     return moved.device
 

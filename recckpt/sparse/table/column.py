@@ -1,4 +1,4 @@
-"""A column of a table. Rows lie in blocks, so growing moves no row and needs no second copy."""
+"""A column of a table. Rows are stored in blocks, so growing moves no row and needs no second copy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from recckpt.sparse.table.kernels import gather_rows, lay_over, scatter_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
-BLOCK_BYTES = 32 << 20  # large enough for huge pages, small beside any table worth growing in steps
+BLOCK_BYTES = 32 << 20  # large enough for huge pages, small compared with a table that grows step by step
 _FIRST_ROWS = 64
 _LINE_BYTES, _HUGE_BYTES = 64, 2 << 20  # a cache line, a huge page
-_ONE_BLOCK = 62  # shift of a column that is one block, whatever its rows
+_ONE_BLOCK = 62  # shift of a column with a single block, however many rows it has
 
 
 def aligned_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return uninitialized memory, aligned so that a row of 64 bytes lies in one cache line and huge pages are not cut.
+    """Return uninitialized memory, aligned so that a row of 64 bytes fits one cache line and huge pages are not split.
 
-    From 4 MiB on numpy asks for huge pages, which spares TLB misses of random rows. The extra bytes asked for are never
-    touched, so they take no memory.
+    From 4 MiB on numpy requests huge pages, which reduces TLB misses on random rows. The extra bytes for the alignment
+    are never touched, so they take no physical memory.
     """
     align = _HUGE_BYTES if n_bytes >= 2 * _HUGE_BYTES else _LINE_BYTES
     memory = np.empty(n_bytes + align, np.uint8)
@@ -34,7 +34,7 @@ def aligned_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 class ColumnMemory(NamedTuple):
-    """The blocks of a column and their addresses. A reader that holds this keeps the memory alive."""
+    """The blocks of a column and their addresses. A reader with a reference to this keeps the memory alive."""
 
     tensors: list[Tensor]
     addresses: Int64s
@@ -44,10 +44,10 @@ class ColumnMemory(NamedTuple):
         return cls(tensors, np.array([tensor.data_ptr() for tensor in tensors], np.int64))
 
     def check_unmoved(self) -> None:
-        """Raise LiveTableError where another owner freed the memory of a tensor meanwhile, as stashing weights does."""
+        """Raise LiveTableError if another owner has freed the memory of a tensor, as stashing weights does."""
         if any(tensor.data_ptr() != address for tensor, address in zip(self.tensors, self.addresses, strict=True)):
             raise LiveTableError(
-                "the memory of its rows was freed while they were being saved, as when weights or states of an "
+                "the memory of its rows was freed while they were being saved, as happens when weights or states of an "
                 "optimizer are stashed: call saver.settle() before that, or save without save_async"
             )
 
@@ -56,10 +56,10 @@ _NO_MEMORY = ColumnMemory.of([])
 
 
 class Column:
-    """Rows of one slot, addressed as (row >> shift, row & mask).
+    """The rows of one slot, addressed as (row >> shift, row & mask).
 
     The first block doubles by copying until it has full size; after that no block moves. ``memory`` is replaced, never
-    changed, so readers may go on with an old one. Fresh rows are uninitialized.
+    changed in place, so readers may continue with an old one. New rows are uninitialized.
     """
 
     def __init__(self, spec: SlotSpec, device: torch.device) -> None:
@@ -68,11 +68,11 @@ class Column:
         self.device = device
         self.shift = max((BLOCK_BYTES // max(spec.row_bytes, 1)).bit_length() - 1, 6)
         self.memory = _NO_MEMORY
-        self._written: torch.cuda.Event | None = None  # after all writes of the thread that made this
+        self._written: torch.cuda.Event | None = None  # recorded after the writes of the thread that made this column
 
     @classmethod
     def over(cls, spec: SlotSpec, values: Tensor) -> Column:
-        """Wrap a tensor that another owner holds, without a copy if it is contiguous."""
+        """Wrap a tensor of another owner, without a copy if the tensor is contiguous."""
         column = cls(spec, values.device)
         column.shift = _ONE_BLOCK
         column.memory = ColumnMemory.of([values.detach().resolve_neg().contiguous()])
@@ -137,21 +137,21 @@ class Column:
         return out.index_fill_(0, torch.from_numpy(absent).to(self.device), value)
 
     def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes of ``rows`` into ``target``; on the CPU without the GIL and without other memory.
+        """Copy the bytes of ``rows`` to ``target``; on the CPU without the GIL and without extra memory.
 
-        On CUDA the bytes are there on return. A caller who only then looks which rows were copied aside knows which of
-        the bytes may be too new, since rows are copied aside before the kernels that change them are queued.
+        On CUDA, the copy is complete on return. Rows are copied aside before the kernels that change them are queued,
+        so a caller who checks only after the return which rows were copied aside knows which bytes may be too new.
         """
         memory = self.memory
         if self.is_on_cpu:
             gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, target.ctypes.data)
         else:
             values = self.gather(rows.astype(np.int64))
-            torch.from_numpy(target).copy_(values.view(-1).view(torch.uint8))  # straight there: fresh memory is slow
+            torch.from_numpy(target).copy_(values.view(-1).view(torch.uint8))  # no temporary copy: fresh memory is slow
             memory.check_unmoved()
 
     def copy_rows(self, rows: Int64s, target: Column, begin: int) -> None:
-        """Copy ``rows`` into a CPU column from row ``begin`` on; the copies are there on return."""
+        """Copy ``rows`` to a CPU column, from row ``begin`` on; the copy is complete on return."""
         memory, done = self.memory, 0
         for piece in target.pieces(begin, begin + len(rows)):
             some = rows[done : done + len(piece)]
@@ -177,7 +177,7 @@ class Column:
                 block[inside] = values[at]
 
     def fitting(self, values: Tensor) -> Tensor:
-        # A view that stands for the negative of its memory, such as x.conj().imag, is read by its memory.
+        # resolve_neg: the memory of a lazily negated view, such as x.conj().imag, has the opposite sign.
         return values.detach().to(self.device, self.dtype).resolve_neg().contiguous()
 
     def write(self, begin: int, values: Tensor) -> None:
@@ -193,7 +193,7 @@ class Column:
             self.write(begin, values[torch.from_numpy(rows).to(values.device)])
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield views of the rows [begin, end), one a block."""
+        """Yield views of the rows [begin, end), one per block."""
         blocks = self.memory.tensors
         while begin < end:
             block, inside = begin >> self.shift, begin & ((1 << self.shift) - 1)
@@ -208,16 +208,16 @@ class Column:
         return torch.cat(pieces)
 
     def frozen(self) -> Column:
-        """Return a column over the current blocks; it stays as it is when this one grows or is cleared."""
+        """Return a column over the current blocks, which does not change when this column grows or is cleared."""
         twin = Column.__new__(Column)
         twin.spec, twin.dtype, twin.device, twin.shift = self.spec, self.dtype, self.device, self.shift
         twin.memory, twin._written = self.memory, self._written
-        if self.device.type == "cuda":  # readers work in streams of their own
+        if self.device.type == "cuda":  # readers use other CUDA streams
             twin._written = torch.cuda.current_stream(self.device).record_event()
         return twin
 
     def fitted(self, n_rows: int) -> Column:
-        """Return the first ``n_rows`` as a column without spare memory; whole blocks are shared with this one."""
+        """Return the first ``n_rows`` as a column without spare memory, which shares whole blocks with this column."""
         twin = Column(self.spec, self.device)
         twin.shift = self.shift
         if n_rows <= 1 << self.shift:
@@ -238,7 +238,7 @@ class Column:
             column.memory = ColumnMemory.of([block.to(device, copy=True) for block in self.blocks])
         return column
 
-    @torch.inference_mode(False)  # a block outlives the mode in which it happened to be made
+    @torch.inference_mode(False)  # a block outlives an inference mode in which it happens to be made
     def _new_block(self, n_rows: int) -> Tensor:
         if self.device.type == "cpu":
             memory = torch.from_numpy(aligned_bytes(n_rows * self.spec.row_bytes))
@@ -253,12 +253,12 @@ class Column:
             yield memory.tensors[number], self._on_device(at), self._on_device(inside)
 
     def _on_device(self, rows: Int64s) -> Tensor:
-        # A copy: torch takes no memory that is read-only or runs backwards.
+        # copy(): torch.from_numpy takes no array that is read-only or has negative strides.
         return torch.from_numpy(rows.copy()).to(self.device)
 
 
 class Addresses(NamedTuple):
-    """Addresses of the blocks of several columns in one array; those of column i begin at ``starts[i]``."""
+    """Addresses of the blocks of several columns in one array; those of column i begin at index ``starts[i]``."""
 
     blocks: Int64s
     starts: Int64s

@@ -1,7 +1,7 @@
-"""Which rows go while a table trains, by how often and when they were looked up; a part of the ids at each step.
+"""Evicts rows while a table trains, by how often and when they were looked up; each step scans a part of the ids.
 
-What goes at a step depends on the rows and the step alone, never on a clock or on earlier steps. So runs on other ranks
-and resumed runs evict the same rows at the same steps.
+Which rows are evicted depends on the rows and the step alone, never on a clock or on earlier steps. So runs on other
+numbers of ranks and resumed runs evict the same rows at the same steps.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from recckpt.types import EMBEDDING, SlotSpec, count_of, positive_number
 
 log = logging.getLogger("recckpt")
 Int64s = npt.NDArray[np.int64]
-TRACKED = {  # what ``track`` may name
+TRACKED = {  # values that ``track`` accepts
     "count": SlotSpec(COUNT, "int64", ()),
     "step": SlotSpec(LAST_STEP, "int64", ()),
     "time": SlotSpec(LAST_TIME, "float64", ()),
 }
-MAX_EVENT_TIME = 1e11  # seconds: the year 5138; milliseconds are below it until 1973
+MAX_EVENT_TIME = 1e11  # seconds: the year 5138. The same number in milliseconds is the year 1973
 Policy = Evict | Capacity
 OnEvict = Callable[[str, torch.Tensor], object]
-MIN_PART_ROWS = 1024  # with a capacity: smaller parts would differ too much in their numbers of rows
-_PATIENCE = 1000  # training look-ups of one step, after which somebody seems to have forgotten to count steps
-_WORTH_A_WORD = 100  # rows: no warning if more than half of a smaller table goes
-_PIECE = 1 << 15  # rows whose columns are looked at together
+MIN_PART_ROWS = 1024  # with a capacity; the row counts of smaller parts would differ too much
+_PATIENCE = 1000  # training look-ups in one step after which a missing step count is reported
+_WORTH_A_WORD = 100  # rows; no warning if more than half of a smaller table is evicted
+_PIECE = 1 << 15  # rows whose columns are read together
 _NO_STEPS = (
-    "still at step {} after {} training look-ups, and it evicts as steps are counted: call CheckpointManager.step() "
+    "still at step {} after {} training look-ups, but eviction needs a step count: call CheckpointManager.step() "
     "or set table.step"
 )
 _GROWS = (
-    "found {} rows{}, more than {} is to have, while step {} goes on: rows go between steps alone, since a look-up of "
-    "this one may need them for its backward pass; call CheckpointManager.step() after each step, or set table.step"
+    "found {} rows{}, more than the limit {}, while step {} goes on: rows are evicted between steps only, because a "
+    "backward pass of this step may need them; call CheckpointManager.step() after each step, or set table.step"
 )
 _TOO_LONG = (
-    "evicting took {:.3g} ms at step {}, expected budget_ms={:g}: evict_every={} in place of {} spreads it over more "
-    "steps"
+    "evicting took {:.3g} ms at step {}, expected budget_ms={:g}: evict_every={} instead of {} spreads the work over "
+    "more steps"
 )
 _CROWDED = (
-    "found {} rows at step {}, where {} has half of its room left: more ids come than go part by part, so that this "
-    "step looks at all rows; give less than evict_every={}, or more room"
+    "found {} rows at step {}, where half of the room of {} is used up: ids arrive faster than rows are evicted part "
+    "by part, so this step scans all rows; set evict_every to less than {}, or give more room"
 )
 _HALF_GONE = (
-    "evicted {} of the {} rows that were there at step {}, by {}; now is step {} and time {:.0f}: where either is "
-    "wrong, as of a bad record, set it back by manager.event_time or table.step before all rows are gone"
+    "evicted {} of the {} rows that were there at step {}, by {}; now is step {} and time {:.0f}: if either is "
+    "wrong, as after a bad record, set it back by manager.event_time or table.step before all rows are gone"
 )
 _NONE = np.empty(0, np.int64)
 
@@ -72,7 +72,7 @@ class Now(NamedTuple):
 
 @dataclass
 class TableTime:
-    """The step and the event time that the table was last given; None for each that it was not given."""
+    """The step and the event time that a table was last given; each is None if it was never given."""
 
     step: int | None = None
     event_time: float | None = None
@@ -89,10 +89,10 @@ class TableTime:
 
 
 class Tracking:
-    """The slots that hold how often and when rows were looked up in training.
+    """Updates the slots that record how often and when training looked rows up.
 
     Attributes:
-        clock_dates: the time span in which the clock dated rows; saved with them. None once an event time replaced it.
+        clock_dates: the time span in which the clock dated rows, saved with them; None once an event time replaced it.
     """
 
     def __init__(self, names: tuple[str, ...], table_time: TableTime) -> None:
@@ -103,14 +103,14 @@ class Tracking:
         self._table_time = table_time
 
     def set_event_time(self, store: RowStore, event_time: float | None) -> None:
-        """Date rows with this time from now on, also those that the clock has dated; None for the clock."""
+        """Date rows with this time from now on, including rows that the clock has dated; None for the clock."""
         with store.lock:
             self._table_time.stand_at(event_time)
             self._date_again(store)
             self.date_new_rows(store)
 
     def note_clock(self, store: RowStore, dates: ClockDates | None) -> None:
-        """Note the span in which a clock dated rows that were loaded here; None if it dated none."""
+        """Record the time span in which a clock dated rows that were loaded into this table; None if no row was."""
         if dates is None or "time" not in self.names:
             return
         with store.lock:
@@ -118,12 +118,12 @@ class Tracking:
             self._date_again(store)
 
     def date_new_rows(self, store: RowStore) -> None:
-        """Date all new rows as of now, also those never looked up: a row's age counts from when it was added."""
-        with store.lock:  # an event time may come meanwhile
+        """Give new rows the current date, also rows never looked up, so that a row's age counts from its creation."""
+        with store.lock:  # another thread may set an event time now
             store.rows.initial.update(self._stamps())
 
     def visit(self, occurrences: Int64s) -> Visit:
-        """Return what a look-up leaves in its rows. Call it under the lock of the store."""
+        """Return what a look-up writes to its rows. Call this method under the lock of the store."""
         return Visit(occurrences, COUNT if self.counts else "", self._stamps())
 
     def _date_again(self, store: RowStore) -> None:
@@ -137,7 +137,7 @@ class Tracking:
             if len(rows):
                 store.write(rows, {LAST_TIME: times.new_full((len(rows),), event_time)})
             begin += len(times)
-        self.clock_dates = None  # last: what an exception ends is done when the next event time comes
+        self.clock_dates = None  # last, so that after an exception the next event time dates the rest
 
     def _stamps(self) -> dict[str, int | float]:
         now = self._table_time.now
@@ -147,7 +147,7 @@ class Tracking:
 
 
 def checked_event_time(table: str, event_time: Any) -> float | None:
-    """Return a time in seconds since 1970 or None; ValueError where it seems to be in other units."""
+    """Return a time in seconds since 1970, or None. Raises ValueError if the number suggests other units."""
     is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
     if event_time is not None and not (is_number and -math.inf < event_time <= MAX_EVENT_TIME):  # refuses NaN
         raise ValueError(
@@ -157,13 +157,13 @@ def checked_event_time(table: str, event_time: Any) -> float | None:
     return None if event_time is None else float(event_time)
 
 
-HashRange = tuple[int, int]  # the ids whose hashes end on 16 bits in [begin, end)
+HashRange = tuple[int, int]  # the ids whose hashes end in 16 bits with a value in [begin, end)
 ALL: HashRange = (0, N_PARTS)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a table evicts and when; a function of steps and row counts alone."""
+    """Which rows a table evicts and when: a function of steps and row counts alone."""
 
     rules: tuple[Evict, ...] = ()
     capacity: Capacity | None = None
@@ -175,9 +175,9 @@ class Plan:
         return (*self.rules, *([self.capacity] if self.capacity else []))
 
     def due(self, before: int | None, step: int, pace: int = 1) -> list[HashRange]:
-        """Return the parts due at a step; those up to the step ``before`` are done, None for the step before this one.
+        """Return the parts due at a step after the step ``before``; None stands for the previous step.
 
-        A ``pace`` of 2 scans all parts in half of the steps.
+        With a ``pace`` of 2, scanning all parts takes half as many steps.
         """
         most = N_PARTS if self.capacity is None else max(1, self.capacity.n // MIN_PART_ROWS)
         n_parts = min(self.every, N_PARTS, most)
@@ -197,7 +197,7 @@ def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any,
     if strange or not policies:
         raise ValueError(f"table {table!r}: expected policies of recckpt.policies.evict, found {strange or 'none'}")
     if len(capacities) > 1:
-        raise ValueError(f"table {table!r}: found {capacities}, expected one capacity: rows are ordered by one slot")
+        raise ValueError(f"table {table!r}: found {capacities}, expected one capacity: only one slot orders the rows")
     for policy in policies:
         missing = {*policy.needs} - slots - {NORM}
         tracks = tuple(track for track, spec in TRACKED.items() if spec.name in missing)
@@ -211,12 +211,12 @@ def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any,
     return Plan(tuple(rules), next(iter(capacities), None), every, budget)
 
 
-# The ids of a part that the rules evict; the other ids, the values by which a capacity orders them, and all rows.
+# Of one part: the ids that rules evict; the other ids, and the values by which a capacity orders them; the row count.
 _Scan = tuple[Int64s, Int64s, npt.NDArray[Any], int]
 
 
 class _Pass(NamedTuple):
-    """A full scan of the rows over several steps: the rows at its start, and how many it has evicted."""
+    """A full scan of the rows over several steps: its first step and row count, and how many rows it has evicted."""
 
     number: int = -1
     step: int = 0
@@ -225,25 +225,25 @@ class _Pass(NamedTuple):
 
 
 class Eviction:
-    """What a table evicts as it trains, and up to which step that is done."""
+    """Evicts rows while a table trains, and remembers the step up to which eviction is done."""
 
     def __init__(self, table_time: TableTime, plan: Plan | None = None, on_evict: OnEvict | None = None) -> None:
         self.plan, self._on_evict = plan or Plan(), on_evict
         self.n_evicted = 0
         self._table_time = table_time
-        self._evicted_to: tuple[object, int | None] = (None, None)  # the era of the rows, and the step
-        self._n_looked_up = 0  # times since
+        self._evicted_to: tuple[object, int | None] = (None, None)  # era of the rows, and last step of their eviction
+        self._n_looked_up = 0  # look-ups since that step
         self._pass = _Pass()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Eviction:
         twin = Eviction(copy.deepcopy(self._table_time, memo), copy.deepcopy(self.plan, memo), self._on_evict)
         twin.n_evicted, twin._n_looked_up = self.n_evicted, self._n_looked_up
         twin._pass = self._pass
-        twin._evicted_to = self._evicted_to  # with the era itself, which is that of the copied rows too
+        twin._evicted_to = self._evicted_to  # not deep-copied: the copied rows have the same era object
         return twin
 
     def evicted_to(self, store: RowStore) -> int | None:
-        """Return the step up to which eviction is done; None if it has not begun with these rows."""
+        """Return the step up to which eviction is done; None if these rows have not been evicted from."""
         era, step = self._evicted_to
         return step if era is store.rows.era else None
 
@@ -251,7 +251,7 @@ class Eviction:
         self._evicted_to = (store.rows.era, step)
 
     def evict_due(self, table: TableModule) -> None:
-        """Evict what is due, at the first training look-up of a step. Collective if there is a capacity."""
+        """Evict the rows due at the first training look-up of a step. Collective if there is a capacity."""
         if not (self.plan.rules or self.plan.capacity) or not table.training or is_in_backward():
             return
         step, before = self._table_time.step or 0, self.evicted_to(table.store)
@@ -274,7 +274,7 @@ class Eviction:
             warn_once(table, "budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self.plan.every))
 
     def evict(self, table: TableModule, policies: Sequence[Any]) -> int:
-        """Drop all rows that any policy evicts, and return how many. Collective if there is a capacity."""
+        """Evict all rows that any policy selects, and return how many. Collective if there is a capacity."""
         plan = plan_of(table.name, policies, set(table.store.columns), every=1, budget_ms=None)
         return self._evict(table, plan, [ALL], target=None if plan.capacity is None else plan.capacity.n)
 
@@ -299,7 +299,7 @@ class Eviction:
             warn_once(table, "half gone", text)
 
     def _evict(self, table: TableModule, plan: Plan, parts: Sequence[HashRange], target: int | None = None) -> int:
-        """Evict from each part in turn; with a ``target``, until that many rows are left."""
+        """Evict rows from each part in order; with a ``target``, until that many rows are left."""
         gone, n_gone, capacity, what = [_NONE], 0, plan.capacity, f"evicting from {table.name!r}"
         for part in parts:
             problem: Exception | None = None
@@ -322,7 +322,7 @@ class Eviction:
         if self._on_evict is not None and n_evicted:
             try:
                 self._on_evict(table.name, torch.from_numpy(ids))
-            except Exception:  # logged, because the rows are evicted on all ranks and the other ranks do not fail
+            except Exception:  # only logged: all ranks have evicted the rows, and the other ranks do not fail
                 log.exception(
                     "table %r: evicted %d rows, but on_evict=%r failed", table.name, n_evicted, self._on_evict
                 )
@@ -337,8 +337,8 @@ def eviction_of(
     policies = list(evict) if isinstance(evict, Iterable) and not isinstance(evict, str) else [evict]
     if policies and every is None:
         raise ValueError(
-            f"table {table.name!r}: found evict={policies} and no evict_every: give the number of steps in which "
-            "all rows are looked at, such as evict_every=1000"
+            f"table {table.name!r}: found evict={policies} and no evict_every: pass the number of steps that one scan "
+            "of all rows takes, such as evict_every=1000"
         )
     if not policies and (every is not None or budget_ms is not None):
         raise ValueError(f"table {table.name!r}: evict_every or budget_ms is set, but evict has no policy that uses it")
@@ -370,7 +370,7 @@ def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:
 
 
 def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yield rows of a part and their ids without padding, in pieces that fit into the cache."""
+    """Yield rows of a part and their ids, without the padding id, in pieces that fit the CPU cache."""
     some = None if part == ALL else store.rows.index.part(*part)
     for begin in range(0, len(store) if some is None else len(some[0]), _PIECE):
         end = min(begin + _PIECE, len(store))

@@ -1,4 +1,4 @@
-"""The gradients of a table by id, as backward passes give them; and look-ups as nodes of torch's graph."""
+"""Collects gradients of a table by id from backward passes, and makes look-ups nodes of torch's graph."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Give = Callable[[Int64s, Tensor], object]
 Read = Callable[[], tuple[Tensor, Int64s | None]]
 
 _MAX_ENTRIES = 64
-_graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # torch.utils.checkpoint asks it too
+_graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # torch.utils.checkpoint uses this, too
 _will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 
-def is_in_backward() -> bool:  # in this thread; true in recomputations too
+def is_in_backward() -> bool:  # whether this thread runs a backward pass, or a recomputation in one
     return _graph_task_id() != -1
 
 
 def captured(node: Any) -> Tensor | None:
-    """Return an empty gradient if ``torch.autograd.grad``, which accumulates none, asks for the anchor; else None."""
+    """Return an empty gradient if ``torch.autograd.grad``, which accumulates none, requests the anchor's; else None."""
     try:
         _will_execute(node)
     except RuntimeError as error:  # raised for leaves only
@@ -41,15 +41,15 @@ def captured(node: Any) -> Tensor | None:
 
 
 def is_reached(node: Any) -> bool:
-    """Return whether the running backward pass, perhaps one for some ``inputs`` only, reaches an anchor."""
+    """Return whether the running backward pass, which may be limited to some ``inputs``, reaches an anchor."""
     try:
         return _will_execute(node)
-    except RuntimeError:  # it is asked for, or no engine runs this
+    except RuntimeError:  # raised if the anchor's gradient is requested, or outside of autograd's engine
         return True
 
 
 class Lookup(torch.autograd.Function):
-    """Calls ``read`` for embeddings; the backward pass calls ``give`` with the gradients of ids that have rows."""
+    """Calls ``read`` for embeddings; its backward pass calls ``give`` with the gradients of ids that have rows."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, read: Read, give: Give, ids: Int64s) -> Tensor:
@@ -76,7 +76,7 @@ def of_present(ids: Int64s, grads: Tensor, present: Int64s | None) -> tuple[Int6
 class _Entry:
     """Gradients of distinct ids, valid in one era of the store; an optimizer step that uses them sets ``used[0]``.
 
-    ``merged`` holds, for several entries added up, the sums at that moment and the sums of squares.
+    ``merged`` is set if several entries were added up: the summed gradients at that time, and the sums of squares.
     """
 
     ids: Int64s
@@ -87,7 +87,7 @@ class _Entry:
 
     @property
     def squares(self) -> Tensor:
-        """The sums of squared gradients, adjusted by what a scaler or clipping did to the sums since."""
+        """The sums of squared gradients, scaled as a GradScaler or clipping has scaled the summed gradients since."""
         if self.merged is None:
             return self.grads.square()
         sums, squares = self.merged
@@ -103,9 +103,9 @@ class _Entry:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Distinct rows and their summed gradients. Setting ``used[0]`` to 1 drops them from the table.
+    """Distinct rows and their summed gradients. Setting ``used[0]`` to 1 removes the gradients from the table.
 
-    ``squares`` returns the sums of squared gradients, if the table keeps them. ``n_lost`` further ids have no row.
+    ``squares`` returns the sums of squared gradients, if the table keeps them. ``n_lost`` counts ids without a row.
     """
 
     rows: Int64s
@@ -116,18 +116,18 @@ class RowGradients:
 
 
 class Gradients:
-    """Gradients since the optimizer last used them, one entry per backward pass. Thread-safe.
+    """Gradients since an optimizer last used them, one entry per backward pass. Thread-safe.
 
-    Entries hold ids, not row indices, because rows may be renumbered before the step. Unused entries are merged by id
-    from time to time, so that all entries need no more memory than the embeddings in float32.
+    Entries hold ids, not row numbers, because rows may be renumbered before the step. Unused entries are merged by id
+    at intervals, so that all entries together need no more memory than the embeddings in float32.
 
     Attributes:
-        keeps_squares: whether sums of squares survive merging, for an optimizer that needs them.
+        keeps_squares: whether merging also sums squares, for an optimizer that needs them.
     """
 
     def __init__(self, *, keeps_squares: bool = False) -> None:
         self.keeps_squares = keeps_squares
-        self._entries: list[_Entry] = []  # replaced, never changed
+        self._entries: list[_Entry] = []  # the list is replaced, never changed in place
         self._n_passes = 0  # backward passes since the gradients were last used or forgotten
         self._lock = threading.RLock()
 
@@ -139,11 +139,11 @@ class Gradients:
             self._n_passes = self._n_passes + 1 if waiting else 1
             self._entries = [*waiting, entry]
             is_full = len(self._entries) >= _MAX_ENTRIES
-        if is_full:  # without an optimizer they would pile up
+        if is_full:  # merges them; without an optimizer entries would accumulate
             self.values(store)
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; if ``set_to_none`` is False and there were some, an empty entry stays."""
+        """Drop all gradients; if ``set_to_none`` is False and there were some, an empty entry stays."""
         with self._lock:
             self._n_passes = 0
             kept = [] if set_to_none else self._entries[:1]
@@ -153,7 +153,7 @@ class Gradients:
         self.keeps_squares = True
 
     def forget(self, ids: Int64s, store: RowStore) -> None:
-        """Forget the gradients of erased ids. The caller holds the lock of the store."""
+        """Drop the gradients of erased ids. The caller holds the lock of the store."""
         with self._lock:
             self._entries = self._pending(store)
             if self._entries:
@@ -168,15 +168,15 @@ class Gradients:
             return self._n_passes if self._pending(store) else 0
 
     def values(self, store: RowStore) -> Tensor | None:
-        """Return the waiting gradients, one row for each distinct id; changes in place count."""
-        with store.lock, self._lock:  # not while a step uses them: merged anew, they would be used a second time
+        """Return the waiting gradients, one row per distinct id; in-place changes affect the next step."""
+        with store.lock, self._lock:  # not during a step: gradients merged again would be used twice
             entry = self._merged(store)
         return None if entry is None else entry.grads
 
     def of_rows(self, store: RowStore) -> RowGradients | None:
-        """Return the gradients of rows; None if there was no backward pass. Ids without a row drop out.
+        """Return the gradients of rows; None if there was no backward pass. Ids without a row are left out.
 
-        Hold the lock of the store as long as the row numbers are used.
+        The caller must hold the lock of the store as long as it uses the row numbers.
         """
         with self._lock:
             entry = self._merged(store)
@@ -194,7 +194,7 @@ class Gradients:
         return [entry for entry in self._entries if entry.era is era and not entry.used[0]]
 
     def _merged(self, store: RowStore) -> _Entry | None:
-        """Merge all entries into one, adding in the order of the passes."""
+        """Merge all entries into one, adding gradients in the order of the backward passes."""
         entries = self._pending(store)
         if len(entries) > 1:
             ids = np.concatenate([e.ids for e in entries])
@@ -218,7 +218,7 @@ def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
 
 
 def add_by_group(groups: Int64s, grads: Tensor, sums: Tensor) -> None:
-    """Add each row of ``grads`` to row ``groups[i]`` of ``sums``, in order; ``sums`` is contiguous."""
+    """Add row i of ``grads`` to row ``groups[i]`` of ``sums``, in order; ``sums`` must be contiguous."""
     grads = grads.detach().to(sums.dtype).contiguous()
     if sums.device.type == "cpu":
         add_rows(groups, grads.flatten(1).numpy(), sums.flatten(1).numpy())

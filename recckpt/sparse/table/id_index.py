@@ -1,4 +1,4 @@
-"""The index of a table: id -> row, with rows numbered 0, 1, 2, ... without gaps."""
+"""The index of a table: maps ids to rows, which are numbered 0, 1, 2, ... without gaps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from recckpt.sparse.table.kernels import compiled, fence, mix64, prefetch
 Int64s = npt.NDArray[np.int64]
 
 _MIN_CAPACITY = 64
-_EMPTY = 0  # in place of row + 1: every int64 is a legal id, so no id can mark an empty cell
+_EMPTY = 0  # stands in the place of row + 1: every int64 is a legal id, so no id can mark an empty cell
 _CELL_BYTES = 16
-_AHEAD = 16  # ids; far enough to hide a miss, near enough to be in the cache still when it is looked at
-N_PARTS = 1 << 16  # into which the ids are cut by the end of their hash, as buckets are by its begin
-N_ROWS, N_CLAIMED, VERSION = 0, 1, 2  # indices into counts
+_AHEAD = 16  # ids; early enough to hide a cache miss, late enough that the cell is still in the cache when it is read
+N_PARTS = 1 << 16  # parts of the ids, cut by the last bits of their hash (buckets are cut by the first bits)
+N_ROWS, N_CLAIMED, VERSION = 0, 1, 2  # indices into ``counts``
 
 
 class IdIndex:
@@ -26,14 +26,14 @@ class IdIndex:
     Erasing shifts the following cells back (Knuth, TAOCP 3, 6.4, algorithm R), so there are no tombstones and look-ups
     never slow down.
 
-    New ids are claimed first: they have cells and rows, but :meth:`find` does not see them until they are published by
-    one store of a number. :meth:`settle` takes back unpublished claims. Only one thread at a time may change an index.
-    Any number may call :meth:`find` meanwhile, and repeat it if :attr:`version` was odd or has changed. Loops run
+    New ids are claimed first: they have cells and rows, but :meth:`find` does not see them until one store of a number
+    publishes them. :meth:`settle` undoes unpublished claims. Only one thread at a time may change an index. Any number
+    of threads may call :meth:`find` meanwhile; they must repeat it if :attr:`version` was odd or has changed. Loops run
     without the GIL.
 
     Attributes:
-        cells: replaced when they grow.
-        counts: an array, so that one compiled call changes cells, counts and columns.
+        cells: the array is replaced when it grows.
+        counts: an array, so that one compiled call can change cells, counts and columns.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class IdIndex:
 
     @property
     def n_claimed(self) -> int:
-        """Rows, unpublished ones included."""
+        """Number of rows, including unpublished ones."""
         return int(self.counts[N_CLAIMED])
 
     @property
     def version(self) -> int:
-        """Raised before and after rows are renumbered, so odd meanwhile."""
+        """Incremented before and after rows are renumbered, so that it is odd during the renumbering."""
         return int(self.counts[VERSION])
 
     def reserve(self, n_rows: int) -> None:
@@ -60,10 +60,10 @@ class IdIndex:
         if capacity > len(self.cells):
             cells = np.zeros((capacity, 2), np.int64)
             _rehash(self.cells, cells)
-            self.cells = cells  # whoever searches the old ones keeps them
+            self.cells = cells  # threads that search the old cells keep them alive
 
     def clear(self, keep_rows: int = 0) -> None:
-        """Forget all ids, and memory beyond the need of ``keep_rows``. No search may run meanwhile."""
+        """Forget all ids, and free memory beyond what ``keep_rows`` need. No search may run at the same time."""
         self.counts[:] = 0
         if len(self.cells) * 7 <= max(keep_rows, _MIN_CAPACITY) * 20:
             self.cells.fill(0)
@@ -88,12 +88,12 @@ class IdIndex:
         return rows
 
     def part(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
-        """Return rows and ids, in no order, whose hashes end on 16 bits in [begin, end); reads no other cells."""
+        """Return rows and ids, in any order, whose hashes end in 16 bits in [begin, end); reads only their cells."""
         part: Int64s = _part(self.cells, self.counts, begin, end)
         return part[0], part[1]
 
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the row of each id, and the new ids; their rows come last, in this order, unpublished."""
+        """Return the row of each id, and the new ids; their rows are numbered last, in this order, unpublished."""
         rows = np.empty(len(ids), np.int64)
         new_ids = np.empty(len(ids), np.int64)
         done = n_new = 0
@@ -116,7 +116,7 @@ class IdIndex:
         return rows, new_ids
 
     def settle(self) -> None:
-        """Undo what a failed change has claimed and not published, or begun to renumber."""
+        """Undo claims that a failed change has not published, and a renumbering that it has not finished."""
         if self.counts[N_CLAIMED] != self.counts[N_ROWS] or self.counts[VERSION] & 1:
             _drop_claims(self.cells, self.counts)
 
@@ -154,8 +154,8 @@ def _find(cells: Any, counts: Any, ids: Any, rows: Any) -> None:
 @compiled
 def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
     mask = len(cells) - 1
-    n_homes = min(end - begin, len(cells))  # in a run of cells; there is a run for each 65,536 cells
-    part = np.empty((2, counts[N_ROWS]), np.int64)  # memory that is not touched costs nothing
+    n_homes = min(end - begin, len(cells))  # cells of the part per run; there is one run for each 65,536 cells
+    part = np.empty((2, counts[N_ROWS]), np.int64)  # untouched memory costs nothing
     n = 0
     for run in range(max(1, len(cells) // N_PARTS)):
         first = (run * N_PARTS + begin) & mask
@@ -165,7 +165,7 @@ def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
                 if i >= n_homes:
                     break
                 continue
-            is_in_part = ((_home(cells[cell, 0], mask) - first) & mask) < n_homes  # others were moved into these cells
+            is_in_part = ((_home(cells[cell, 0], mask) - first) & mask) < n_homes  # false for ids displaced from before
             if is_in_part and begin <= _home(cells[cell, 0], N_PARTS - 1) < end and cells[cell, 1] <= counts[N_ROWS]:
                 part[0, n] = cells[cell, 1] - 1
                 part[1, n] = cells[cell, 0]
@@ -177,7 +177,7 @@ def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
 def _claim(  # noqa: PLR0917  # compiled functions take positions only
     cells: Any, counts: Any, ids: Any, room: int, rows: Any, new_ids: Any
 ) -> tuple[int, int]:
-    """Claim ids until they or the room end; return how many are done, and how many were added."""
+    """Claim ids until all are done or ``room`` is used up; return how many are done, and how many were new."""
     n_claimed, added = counts[N_CLAIMED], 0
     for i in range(len(ids)):
         _prefetch_cell(cells, ids, i + _AHEAD)
@@ -202,7 +202,7 @@ def _rehash(old: Any, new: Any) -> None:
     for i in range(len(old)):
         if old[i, 1] != _EMPTY:
             cell = _home(old[i, 0], mask)
-            while new[cell, 1] != _EMPTY:  # the ids are all different: none has to be compared
+            while new[cell, 1] != _EMPTY:  # all ids are distinct, so none has to be compared
                 cell = (cell + 1) & mask
             new[cell, 0] = old[i, 0]
             new[cell, 1] = old[i, 1]
@@ -224,7 +224,7 @@ def _empty_cell(cells: Any, hole: Any) -> None:
 
 @compiled
 def begin_renumbering(counts: Any) -> None:
-    """Make look-ups repeat until :func:`erase_ids` or ``settle`` ends the renumbering."""
+    """Make look-ups repeat until :func:`erase_ids` or ``settle`` completes the renumbering."""
     counts[VERSION] |= 1
     fence()
 
@@ -242,7 +242,7 @@ def _drop_claims(cells: Any, counts: Any) -> None:
 
 @compiled
 def erase_ids(cells: Any, counts: Any, ids: Any, moved_ids: Any, rows: Any) -> None:
-    """Forget distinct present ``ids``, and give ``moved_ids`` their new ``rows``, which closes the gaps."""
+    """Remove distinct present ``ids``, and give ``moved_ids`` their new ``rows``, which closes the gaps."""
     counts[VERSION] |= 1
     fence()
     for i in range(len(ids)):

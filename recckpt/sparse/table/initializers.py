@@ -1,9 +1,9 @@
-"""What a new row starts with.
+"""Initial values of new rows.
 
-The random initializers are a function of (table seed, initializer seed, id, position in the row), so an id starts the
-same for any order of arrival, batch, rank or resume. Each id has its own splitmix64 generator (Steele, Lea, Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014); its output ``n`` is ``mix64(key + n * GAMMA)``, so
-numbers need not be drawn in order.
+Random initializers are a function of (table seed, initializer seed, id, position in the row), so the initial values of
+an id do not depend on the order of arrival, batch, rank or resume. Each id has its own splitmix64 generator (Steele,
+Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014); its output ``n`` is
+``mix64(key + n * GAMMA)``, so numbers can be drawn in any order.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _STEP, _HALF_STEP = 2.0**-52, 2.0**-53
 
 @runtime_checkable
 class Initializer(Protocol):
-    """Gives new rows their values."""
+    """Returns the initial values of new rows."""
 
     @property
     def unseen(self) -> float:
-        """What an id without a row reads as."""
+        """The value that a look-up returns for an id without a row."""
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return the first values of ``ids``, shape (len(ids), *spec.shape), on the CPU.
+        """Return the initial values of ``ids``, shape (len(ids), *spec.shape), on the CPU.
 
         Args:
-            ids: the new ids, all different.
+            ids: the new ids, all distinct.
             seed: the seed of the table, a function of its name.
-            spec: the slot that they are for.
+            spec: the slot to fill.
         """
 
 
@@ -63,11 +63,11 @@ class Constant:
 
     @property
     def unseen(self) -> float:
-        """What an id without a row reads as."""
+        """The value that a look-up returns for an id without a row."""
         return self.value
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return the first values of ``ids``."""
+        """Return the initial values of ``ids``."""
         return torch.full((len(ids), *spec.shape), self.value, dtype=getattr(torch, spec.dtype), device="cpu")
 
 
@@ -92,13 +92,13 @@ class Normal:
         _require(self.std >= 0, self, "std >= 0")
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return the first values of ``ids``."""
+        """Return the initial values of ``ids``."""
         return _filled(fill_normal, self.seed, ids, seed, spec, 0.0, 1.0, self.mean, self.std)
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """New rows are drawn evenly from [a, b).
+    """New rows are drawn uniformly from [a, b).
 
     Args:
         a: lower bound.
@@ -117,7 +117,7 @@ class Uniform:
         _require(self.a < self.b, self, "a < b")
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return the first values of ``ids``."""
+        """Return the initial values of ``ids``."""
         return _filled(fill_uniform, self.seed, ids, seed, spec, self.a, self.b - self.a)
 
 
@@ -148,7 +148,7 @@ class TruncatedNormal:
         _require(self._probabilities()[1] > 0, self, "bounds that the distribution ever reaches")
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return the first values of ``ids``."""
+        """Return the initial values of ``ids``."""
         low, width, sign = self._probabilities()
         out = _filled(fill_normal, self.seed, ids, seed, spec, low, width, self.mean, sign * self.std)
         return out.clamp_(self.a, self.b)
@@ -156,7 +156,7 @@ class TruncatedNormal:
     def _probabilities(self) -> tuple[float, float, float]:
         """Return (probability below the bounds, between them, sign); sign is -1 if the upper tail is mirrored."""
         low, high, sign = (self.a - self.mean) / self.std, (self.b - self.mean) / self.std, 1.0
-        if low > 0:  # the lower tail alone has probabilities fine enough
+        if low > 0:  # only in the lower tail are probabilities precise enough
             low, high, sign = -high, -low, -1.0
         below, not_above = (math.erfc(-x / math.sqrt(2)) / 2 for x in (low, high))
         return below, not_above - below, sign
@@ -164,14 +164,14 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class TorchInitializer:
-    """Fills new rows by a function such as those of ``torch.nn.init``, with torch's random numbers."""
+    """Fills new rows with a function such as those of ``torch.nn.init``, which uses torch's random numbers."""
 
     fill: Callable[[Tensor], object]
 
     unseen = 0.0
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return the first values of ``ids``."""
+        """Return the initial values of ``ids``."""
         out = torch.zeros((len(ids), *spec.shape), dtype=getattr(torch, spec.dtype), device="cpu")
         with torch.no_grad():
             self.fill(out)
@@ -182,16 +182,16 @@ class TorchInitializer:
 class FromRow:
     """A new row starts as a copy of another id's embedding, such as that of its category; slots start as usual.
 
-    Unlike with other initializers, the values depend on when the id arrives. Not for a table with rows on several
-    ranks, since the other row may be on another rank.
+    Unlike other initial values, these depend on when the id arrives. Not for a table whose rows are spread over several
+    ranks, because the other row may be on another rank.
 
     Args:
-        fallback: the other id; or a function from new ids, an int64 array, to as many other ids.
-        otherwise: gives the first values of ids whose fallback has no row, or is new itself; None for the default of
-            tables. In eval mode an id without a row reads the constant of this initializer.
+        fallback: the other id; or a function that maps new ids, an int64 array, to as many other ids.
+        otherwise: initializer of ids whose fallback has no row, or is new itself; None for the default of tables. In
+            eval mode an id without a row reads the constant of this initializer.
 
     Raises:
-        TypeError: an argument is of another kind.
+        TypeError: an argument has the wrong type.
     """
 
     fallback: int | Callable[[Int64s], npt.ArrayLike]
@@ -203,16 +203,16 @@ class FromRow:
         if not callable(self.fallback) and not -(2**63) <= self.fallback < 2**63:
             raise ValueError(f"FromRow: found fallback={self.fallback}, expected an int64")
         if isinstance(self.otherwise, FromRow):
-            raise TypeError("FromRow: found another FromRow as otherwise: let fallback give the id that has a row")
+            raise TypeError("FromRow: found another FromRow as otherwise: make fallback return an id that has a row")
 
     @property
     def unseen(self) -> float:
-        """What an id without a row reads as."""
+        """The value that a look-up returns for an id without a row."""
         return self.otherwise.unseen if isinstance(self.otherwise, Initializer) else 0.0
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return the first values of ``ids`` whose fallback has no row."""
-        assert isinstance(self.otherwise, Initializer)  # as ``as_initializer`` has made it
+        """Return the initial values of ``ids`` whose fallback has no row."""
+        assert isinstance(self.otherwise, Initializer)  # ``as_initializer`` has replaced other kinds
         return self.otherwise.values(ids, seed, spec)
 
     def fallbacks(self, ids: Int64s) -> Int64s:
@@ -235,19 +235,19 @@ class FromRow:
 def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
     """Return the default: a random direction with a length of about 1.
 
-    ``nn.Embedding`` has a standard deviation of 1, so a product of two rows has ``sqrt(values in a row)``, and a
-    sigmoid behind it saturates. TorchRec's bound, ``1 / sqrt(num_embeddings)``, does not exist for a growing table.
+    ``nn.Embedding`` has a standard deviation of 1, so the product of two rows has one of ``sqrt(values in a row)``, and
+    a sigmoid of it saturates. TorchRec's bound, ``1 / sqrt(num_embeddings)``, does not exist for a growing table.
     Integer tables, which are not trained, start at 0.
     """
     return Normal(std=1 / math.sqrt(math.prod(shape))) if dtype.is_floating_point else Constant(0)
 
 
 def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
-    """Return an initializer for a user's argument, None for the default; TypeError or ValueError if there is none."""
+    """Return an initializer for a user's argument (None: the default). Raises TypeError or ValueError for a bad one."""
     if initializer is None:
         return default_initializer(dtype, shape)
     if isinstance(initializer, type):
-        raise TypeError(f"found the class {initializer.__name__}, expected an instance of it: add parentheses")
+        raise TypeError(f"found the class {initializer.__name__}, expected an instance of the class: add parentheses")
     if isinstance(initializer, Constant):
         bounds, value = None if dtype.is_floating_point else torch.iinfo(dtype), initializer.value
         if bounds is not None and (value != value // 1 or not bounds.min <= value <= bounds.max):
@@ -299,7 +299,7 @@ def _key(stream: Any, id_: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def _uniform(key: Any, position: int) -> float:
-    bits = mix64_of_one(key + np.uint64(position + 1) * _GAMMA)  # all uint64: numba makes uint64 + int64 a float64
+    bits = mix64_of_one(key + np.uint64(position + 1) * _GAMMA)  # all uint64: numba turns uint64 + int64 into float64
     return np.float64(bits >> _S12) * _STEP + _HALF_STEP
 
 
@@ -315,7 +315,7 @@ def fill_uniform(stream: Any, ids: Any, low: float, width: float, out: Any) -> N
 def fill_normal(  # noqa: PLR0917  # compiled functions take positions only
     stream: Any, ids: Any, low: float, width: float, mean: float, std: float, out: Any
 ) -> None:
-    """Fill ``out``, shape (len(ids), n), with N(mean, std) at quantiles in [low, low + width)."""
+    """Fill ``out``, shape (len(ids), n), with values of N(mean, std) at quantiles in [low, low + width)."""
     for i in range(len(ids)):
         key = _key(stream, ids[i])
         for j in range(out.shape[1]):
@@ -327,7 +327,7 @@ def normal_quantile(p: float) -> float:
     """Return x with P(N(0, 1) < x) = p, to 7 digits.
 
     Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37, 1988 (PPND7).
-    Changing the algorithm would change what ids start with.
+    Changing the algorithm would change the initial values of ids.
     """
     q = p - 0.5
     if abs(q) <= 0.425:

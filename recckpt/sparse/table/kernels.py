@@ -1,4 +1,4 @@
-"""Compiled loops over rows, without the GIL: copy them by address, count and order them by bucket."""
+"""Compiled loops over rows, which run without the GIL: copy rows by address, count and sort them by bucket."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 mix64 = njit(inline="always")(_mix64)
 _S48 = np.uint64(48)
 _ID_BYTES = 8
-_AHEAD, _AHEAD_BYTES = 16, 256  # rows lie anywhere, so the next ones are asked for early
+_AHEAD, _AHEAD_BYTES = 16, 256  # rows are at random addresses, so later ones are prefetched
 
 
 def compiled(function: _Loop) -> _Loop:
-    """Compile a loop, or load it from the cache, at its first call, in a thread where no signal handler interrupts it.
+    """Compile a loop, or load it from the cache, at its first call, in a thread that no signal handler interrupts.
 
-    Numba that is interrupted while it compiles stays broken for the rest of the process.
+    If numba is interrupted while it compiles, it stays broken for the rest of the process.
     """
     loop: Any = njit(nogil=True)(function)
     loop._cache = _Cache(function)
     compile_for = loop._compile_for_args
 
     def compile_aside(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():  # handlers run in that one only
+        if threading.current_thread() is not threading.main_thread():  # signal handlers run in the main thread only
             return compile_for(*args)
         compiling = Errand(lambda: compile_for(*args))
         try:
             start(threading.Thread(target=compiling.run, name="recckpt-compile"))
-        except RuntimeError:  # at the end of the interpreter, where a last save may still be made
+        except RuntimeError:  # raised while the interpreter exits, when a last save may still be made
             return compile_for(*args)
-        compiling.over.wait()  # left by an exception, the thread goes on to its end
+        compiling.over.wait()  # if an exception ends this wait, the thread still completes
         return compiling.result()
 
     loop._compile_for_args = compile_aside
@@ -53,11 +53,11 @@ def compiled(function: _Loop) -> _Loop:
 
 
 class _Cache(NullCache):  # type: ignore[misc]  # numba has no types
-    """Numba's cache; where files cannot be used, each process compiles loops itself, and this is logged once."""
+    """Numba's cache. Where its files cannot be used, each process compiles loops itself, and logs that once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._cache: FunctionCache | None = None
-        with suppress(RuntimeError):  # raised where neither the package's directory nor the home can be written
+        with suppress(RuntimeError):  # raised if neither the package's directory nor the home directory is writable
             self._cache = FunctionCache(function)
 
     def load_overload(self, *args: Any) -> Any:
@@ -67,7 +67,7 @@ class _Cache(NullCache):  # type: ignore[misc]  # numba has no types
         self._unless_unusable(FunctionCache.save_overload, args)
 
     def _unless_unusable(self, method: Callable[..., Any], args: Any) -> Any:
-        with suppress(OSError):  # a disk that is full since, or files of another user
+        with suppress(OSError):  # for example a full disk, or files of another user
             if self._cache is not None:
                 return method(self._cache, *args)
         return _note_that_all_compile()
@@ -77,7 +77,7 @@ class _Cache(NullCache):  # type: ignore[misc]  # numba has no types
 def _note_that_all_compile() -> None:
     log.info(
         "numba has no place to cache compiled loops, so each process compiles them at their first use, which takes "
-        "some seconds: NUMBA_CACHE_DIR may name a directory that can be written"
+        "some seconds: set NUMBA_CACHE_DIR to a writable directory"
     )
 
 
@@ -96,7 +96,7 @@ def _copy_bytes(typing_context: Any, target: Any, source: Any, n_bytes: Any) -> 
 
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at ``address``; an invalid address is no fault."""
+    """Prefetch the cache line at ``address``; an invalid address does not fault."""
     signature = types.void(types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -124,7 +124,7 @@ def fence(typing_context: Any) -> Any:  # a full memory barrier
 
 @compiled
 def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int) -> None:
-    """Copy ``rows`` out of blocks of ``1 << shift`` rows to the address ``target``."""
+    """Copy ``rows`` from blocks of ``1 << shift`` rows to the address ``target``."""
     mask = (1 << shift) - 1
     last = len(rows) - 1
     for i in range(len(rows)):
@@ -135,7 +135,7 @@ def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int)
         row = np.int64(rows[i])
         source = blocks[row >> shift] + (row & mask) * row_bytes
         if row_bytes == _ID_BYTES:
-            _copy_bytes(target + i * row_bytes, source, _ID_BYTES)  # two instructions, where a call takes 20
+            _copy_bytes(target + i * row_bytes, source, _ID_BYTES)  # a constant size compiles to two instructions
         else:
             _copy_bytes(target + i * row_bytes, source, row_bytes)
 
@@ -161,7 +161,7 @@ def copy_rows_within(blocks: Any, shift: int, row_bytes: int, rows: Any, to_rows
 def lay_over(  # noqa: PLR0917  # compiled functions take positions only
     blocks: Any, shift: int, row_bytes: int, rows: Any, at: Any, target: int
 ) -> None:
-    """Copy ``rows`` of the blocks over the rows ``at`` of consecutive rows at the address ``target``."""
+    """Copy ``rows`` of the blocks to the positions ``at`` among consecutive rows at the address ``target``."""
     mask = (1 << shift) - 1
     for i in range(len(rows)):
         source = blocks[rows[i] >> shift] + (rows[i] & mask) * row_bytes
@@ -218,7 +218,7 @@ def add_rows(groups: Any, values: Any, sums: Any) -> None:
 
 @compiled
 def row_norms(values: Any, norms: Any) -> None:
-    """Set ``norms`` to the L2 norms, each summed in order, so it does not depend on other rows."""
+    """Set ``norms`` to the L2 norms of rows, summed in column order, so that a norm does not depend on other rows."""
     for i in range(len(values)):
         total = 0.0
         for j in range(values.shape[1]):
@@ -234,9 +234,9 @@ def count_buckets(ids: Any, counts: Any) -> None:
 
 @compiled
 def first_outside(ids: Any, begin: int, end: int) -> int:
-    """Return the position of the first id whose bucket is not in [begin, end), else -1."""
+    """Return the position of the first id whose bucket is outside [begin, end), or -1."""
     outside = 0
-    for i in range(len(ids)):  # without a way out, so that it is done in vectors
+    for i in range(len(ids)):  # no early exit, so that the loop is vectorized
         bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
         outside += (bucket < begin) | (bucket >= end)
     if outside:
@@ -254,16 +254,16 @@ def place_rows(  # noqa: PLR0917  # compiled functions take positions only
     """Second half of a counting sort: put each row with a bucket in [begin, end) at its bucket's cursor."""
     for i in range(len(ids)):
         bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
-        if begin <= bucket < end and cursors[bucket] < len(order):  # or ids have changed since they were counted
+        if begin <= bucket < end and cursors[bucket] < len(order):  # the second is false if ids changed since the count
             order[cursors[bucket]] = first_row + i
             cursors[bucket] += 1
 
 
 @compiled
 def first_repeat(ids: Any) -> tuple[int, int]:
-    """Return the position of the first id that came before, else -1, and the position where the last bucket begins."""
+    """Return the position of the first repeated id, or -1, and the position where the last bucket begins."""
     longest = n_same = 0
-    bucket = np.uint64(1 << 48)  # none
+    bucket = np.uint64(1 << 48)  # no id has this bucket
     for i in range(len(ids)):
         own_bucket = mix64(np.uint64(ids[i])) >> _S48
         n_same = n_same + 1 if own_bucket == bucket else 1
@@ -272,7 +272,7 @@ def first_repeat(ids: Any) -> tuple[int, int]:
     size = 1
     while size < 2 * longest:
         size *= 2
-    cells = np.zeros((size, 2), np.int64)  # id, and 1 + where its bucket begins: what is of another bucket is empty
+    cells = np.zeros((size, 2), np.int64)  # id, and 1 + the start of its bucket; a cell of another bucket is empty
     bucket, begin = np.uint64(1 << 48), 0
     for i in range(len(ids)):
         hashed = mix64(np.uint64(ids[i]))

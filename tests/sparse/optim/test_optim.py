@@ -495,12 +495,12 @@ def test_a_table_is_named_once_and_what_is_no_table_is_refused():
         with pytest.raises(ValueError if tables in ([], {}) else TypeError, match=r"found|none"):
             SparseSGD(tables)
     one = table_of("a")
-    with pytest.raises(ValueError, match="'a' is here twice: list it once"):
+    with pytest.raises(ValueError, match="'a' is listed twice: list it once"):
         SparseSGD([one, one])
     with pytest.raises(ValueError, match="'a' shares its name with another table: rename one"):
         SparseSGD([one, table_of("a")])
     optimizer = SparseSGD([one])
-    with pytest.raises(ValueError, match="'a' is here twice"):
+    with pytest.raises(ValueError, match="'a' is listed twice"):
         optimizer.add_param_group({"tables": [table_of("b"), one]})
     assert list(optimizer.tables) == ["a"]
 
@@ -662,7 +662,7 @@ def test_of_two_optimizers_of_one_table_the_older_is_refused_and_takes_no_gradie
     older, newer = SparseAdam([table], lr=0.1), SparseSGD([table], lr=0.1)
     table(torch.tensor([1])).sum().backward()
     before = table.embeddings()
-    with pytest.raises(ValueError, match=r"SparseAdam: another sparse optimizer has been made since for \['t'\]"):
+    with pytest.raises(ValueError, match=r"SparseAdam: another sparse optimizer was made later for \['t'\]"):
         older.step()
     assert torch.equal(table.embeddings(), before)
     newer.step()

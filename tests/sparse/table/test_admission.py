@@ -84,7 +84,7 @@ def test_one_call_may_insert_and_count_nothing():
 
 def test_a_probability_needs_the_step_and_says_so():
     table = HashTable(2, name="t", admit=Probability(0.5))
-    with pytest.raises(ValueError, match="nobody has said which this is"):
+    with pytest.raises(ValueError, match="was not given a step"):
         table(ids_of(1))
     table.step = 0
     table(torch.arange(1000))
