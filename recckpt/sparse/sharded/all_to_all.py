@@ -1,4 +1,4 @@
-"""Messages between the ranks of a sharded table, and what they agree on by them."""
+"""Messages between the ranks of a sharded table, and agreement on what all ranks do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ORDER = "all ranks must look up the same tables in the same order and mode, wit
 
 
 class Exchange(Protocol):
-    """Ranks that send each other rows; all of them call the same things in the same order."""
+    """Ranks that send rows to each other; all ranks make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -31,9 +31,9 @@ class Exchange(Protocol):
     def size(self) -> int: ...
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows to every rank, and return what all of them sent to this one, on the same device. Collective.
+        """Send rows to every rank, and return the rows that all ranks sent to this one, on the same device. Collective.
 
-        The first ``sent[0]`` rows go to rank 0, and so on; ``received[0]`` rows come from rank 0, and so on.
+        The first ``sent[0]`` rows go to rank 0, and so on; the first ``received[0]`` returned rows come from rank 0.
         """
 
 
@@ -46,7 +46,7 @@ class SoloExchange:
 
 @dataclass(frozen=True)
 class ProcessExchange:
-    """The ranks of a process group. Rows travel as bytes, by gloo through the CPU, by nccl between devices."""
+    """The ranks of a process group. Rows travel as bytes: through the CPU with gloo, between devices with nccl."""
 
     group: ProcessGroup
 
@@ -69,21 +69,21 @@ class ProcessExchange:
         return answer.view(rows.dtype).view(len(answer), *rows.shape[1:]).to(rows.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessExchange:
-        return self  # a copy of a model talks to the same ranks
+        return self  # a copied model communicates with the same ranks
 
 
 def carrier_of(backends: str, device: torch.device) -> torch.device:
-    """Return the device to send from: ``device``, or one served by another backend than gloo ("cpu:gloo,cuda:nccl")."""
+    """Return the device to send from: ``device``, or one with another backend than gloo ("cpu:gloo,cuda:nccl")."""
     pairs = (pair.split(":") for pair in backends.split(","))
     kinds = [kind for kind, backend in pairs if backend != "gloo" or kind == "cpu"]
     return device if device.type in kinds else torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
-    """Return the exchange between the ranks of a group; None for the default group, or for one rank if there is none.
+    """Return an exchange between the ranks of a group; None for the default group, or for a single rank without one.
 
     Raises:
-        ValueError: this is one of several processes, without a process group or not in this one.
+        ValueError: this is one of several processes and has no process group, or does not belong to ``group``.
     """
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
         elif (size := rank_and_size()[1]) > 1:
             raise ValueError(
                 f"found one of {size} processes (WORLD_SIZE) and no process group: call "
-                "torch.distributed.init_process_group before sharded tables are made"
+                "torch.distributed.init_process_group before making sharded tables"
             )
         else:
             return SoloExchange()
@@ -105,12 +105,12 @@ def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
 
 
 def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Exception | None) -> list[int]:
-    """Send each rank the number of rows to come, and return how many come from each. Collective.
+    """Send each rank the number of rows that will follow, and return how many will come from each rank. Collective.
 
     All ranks pass the same ``what``; a rank that cannot take part passes its ``problem``.
 
     Raises:
-        LookupFailedError: a rank cannot take part, or passed another ``what``; all ranks raise it.
+        LookupFailedError: on all ranks, if a rank cannot take part or passed another ``what``.
     """
     ones = [1] * exchange.size
     mark = xxhash.xxh3_64_intdigest(what.encode("utf-8")) >> 1
@@ -145,10 +145,10 @@ def _texts(exchange: Exchange, text: str) -> list[str]:
 
 
 class SharedGradients(Tensor):
-    """The gradients of this rank's rows: a plain tensor, but norms and finiteness are those of the rows of all ranks.
+    """The gradients of this rank's rows: a plain tensor, but its norm and finiteness are those of all ranks' rows.
 
-    Taking these is collective, so all ranks clip by one factor and skip a step together, as with the dense gradients
-    that DistributedDataParallel has made equal.
+    Computing the norm or checking finiteness is collective. So all ranks clip by one factor and skip steps together, as
+    they do for dense gradients, which DistributedDataParallel has made equal.
     """
 
     exchange: Exchange
@@ -192,7 +192,7 @@ _COLLECTIVE: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _from_all(exchange: Exchange, what: str, value: Tensor) -> Tensor:
-    """Return the value of each rank, shape (ranks,), in float64. Collective; LookupFailedError as :func:`agree`."""
+    """Return each rank's value, shape (ranks,), in float64. Collective; raises LookupFailedError as :func:`agree`."""
     ones = [1] * exchange.size
     agree(exchange, what, ones, None)
     return exchange.all_to_all(value.detach().double().expand(exchange.size, 1), ones, ones).flatten()

@@ -1,4 +1,4 @@
-"""A look-up over all ranks: ids go to their owners, rows come back; later the gradients go to the owners."""
+"""A look-up over all ranks: ids go to their owners, rows come back, and later gradients go to the owners."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Route:
-    """Distinct ids of a batch for each of several tables, in the order in which they are sent."""
+    """Distinct ids of a batch for each of several tables, in the order of sending."""
 
-    ids: Int64s  # in the order of owners, for each owner in the order of tables
-    occurrences: Int64s | None  # of each id in the batch, if the owners need it
-    counts: Int64s  # of ids, shape (owners, tables)
-    positions: tuple[Int64s, ...]  # by table: index of each id's row among the rows that come back
+    ids: Int64s  # ordered by owner, then by table
+    occurrences: Int64s | None  # of each id in the batch, if the owners need them
+    counts: Int64s  # number of ids, shape (owners, tables)
+    positions: tuple[Int64s, ...]  # by table: for each id of the batch, the index of its row among the returned rows
 
     def message(self) -> tuple[Int64s, list[int]]:
         n_ids = self.counts.sum(1)
@@ -44,19 +44,19 @@ class Route:
 
 @dataclass(frozen=True)
 class Requests:
-    """Ids whose rows the ranks request from this one; several ranks may request the same id."""
+    """Ids whose rows other ranks request from this rank; several ranks may request the same id."""
 
-    ids: tuple[Int64s, ...]  # by table, in the order of the ranks that ask
-    counts: Int64s  # of ids, shape (ranks, tables)
-    occurrences: tuple[Int64s, ...] | tuple[None, ...]  # by table, of each id at the asking rank, if it was sent
+    ids: tuple[Int64s, ...]  # by table, in the order of the requesting ranks
+    counts: Int64s  # number of ids, shape (ranks, tables)
+    occurrences: tuple[Int64s, ...] | tuple[None, ...]  # by table, of each id on the requesting rank, if sent
 
 
 def route(batches: Sequence[Int64s], n_owners: int, spacing: int, *, counted: bool) -> Route:
-    """Return the route of one batch a table: each distinct id goes once to its owner by ``gen_slice``.
+    """Return the route of one batch per table: each distinct id is sent once, to its owner by ``gen_slice``.
 
-    Each owner's rows come back followed by ``spacing`` more. ``counted`` sends occurrences along.
+    ``spacing`` is the number of extra rows behind the rows that each owner returns. ``counted`` sends occurrences too.
     """
-    numbered = []  # for each batch the number of each id among the different ones, and those
+    numbered = []  # for each batch: the number of each id among the distinct ids, and the distinct ids
     for ids in batches:
         index = IdIndex()
         index.reserve(len(ids))
@@ -96,18 +96,18 @@ def _by_table(parts: Sequence[Int64s], counts: Int64s) -> tuple[Int64s, ...]:
 
 
 @lru_cache
-def _owners(n_owners: int) -> Int64s:  # of each bucket
+def _owners(n_owners: int) -> Int64s:  # the owner of each bucket
     begins = [gen_slice(owner, n_owners).begin for owner in range(n_owners)]
     return np.searchsorted(begins, np.arange(N_BUCKETS), side="right").astype(np.int64) - 1
 
 
 class RoundTrip:
-    """One look-up on all ranks, in tables of one shape, dtype and device. All methods are collective.
+    """One look-up on all ranks, in tables of equal shape, dtype and device. All methods are collective.
 
-    Rows between two ranks are followed by a trailer. With rows of a table it says whether their owner could read them,
-    with gradients which tables the loss has reached. Gradients are multiplied by the ``scales`` of their tables.
-    ``what`` names the look-up in the same words on all ranks. ``inserts`` says of each table whether it inserts and
-    counts.
+    Rows sent between two ranks are followed by a trailer. Behind rows of tables it says whether their owner could read
+    them; behind gradients, which tables the loss depends on. Gradients are multiplied by the ``scales`` of their
+    tables. ``what`` describes the look-up, in equal words on all ranks. ``inserts`` has, for each table, whether the
+    look-up inserts and counts.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class RoundTrip:
         self._n_trailer = -(-len(tables) // math.prod(self._shape))
         self._route: Route
         self._requests: Requests
-        self._present: list[Int64s | None] = []  # by table: which of the ids asked for have rows, None for all
+        self._present: list[Int64s | None] = []  # by table: which requested ids have rows, None for all
 
     def rows(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the rows for each table; LookupFailedError on all ranks if one failed."""
+        """Return the rows for each table. Raises LookupFailedError on all ranks if one rank failed."""
         problem = None
         try:
             self._route = route(
@@ -149,10 +149,10 @@ class RoundTrip:
         return tuple(rows[torch.from_numpy(places).to(rows.device)] for places in self._route.positions)
 
     def return_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients to the owners' tables; None for a table that the loss here does not depend on.
+        """Add gradients to the owners' tables; pass None for a table that the loss on this rank does not depend on.
 
-        A table that the loss of any rank depends on gets gradients on all ranks, perhaps for no rows. LookupFailedError
-        on all ranks if one is at something else, such as its next look-up.
+        A table that any rank's loss depends on gets gradients on all ranks, perhaps for no rows. Raises
+        LookupFailedError on all ranks if one of them makes another call, such as its next look-up.
         """
         owned, asked_for = self._lengths(self._requests), self._lengths(self._route)
         options = {"dtype": torch.promote_types(self._like["dtype"], torch.float32), "device": self._like["device"]}
@@ -179,7 +179,7 @@ class RoundTrip:
                     add_gradients(table, ids, of_ids)
 
     def _contributions(self, number: int, grads: Tensor) -> Iterator[tuple[Int64s, Tensor]]:
-        """Yield ids and gradients of a table: rank by rank if they are squared, else at once."""
+        """Yield ids and gradients of a table: rank by rank if each rank's gradients are squared, else all at once."""
         ids, present = self._requests.ids[number], self._present[number]
         if not self._tables[number].pending_gradients.keeps_squares:
             yield of_present(ids, grads, present)
@@ -190,7 +190,7 @@ class RoundTrip:
             yield of_present(ids, grads, places[ranks[places] == rank])
 
     def _answer(self) -> tuple[Tensor, Exception | None]:
-        """Return the requested rows; after an error zeros, and the error."""
+        """Return the requested rows and None; after an error, zeros and the error."""
         problem = None
         try:
             batches = zip(self._tables, self._requests.ids, self._requests.occurrences, self._inserts, strict=True)
@@ -215,7 +215,7 @@ class RoundTrip:
 
 
 class DifferentiableRows(torch.autograd.Function):
-    """The rows of a look-up; the backward pass returns gradients to the tables that are not frozen."""
+    """Returns the rows of a look-up; its backward pass sends gradients to the tables that are not frozen."""
 
     @staticmethod
     def forward(ctx: Any, trip: RoundTrip, ids: Mapping[str, Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
@@ -228,7 +228,7 @@ class DifferentiableRows(torch.autograd.Function):
     @staticmethod
     @opaque
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nodes = [node for node, _ in ctx.next_functions]  # None where a table is frozen
+        nodes = [node for node, _ in ctx.next_functions]  # None for a frozen table
         of_anchors = [node and captured(node) for node in nodes]
         adds_up = (node and anchor is None and is_reached(node) for node, anchor in zip(nodes, of_anchors, strict=True))
         ctx.trip.return_gradients([g if adds else None for g, adds in zip(grads, adds_up, strict=True)])
@@ -236,11 +236,11 @@ class DifferentiableRows(torch.autograd.Function):
 
 
 def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[Int64s]:
-    """Return the ids for each table in one dimension, or raise the error that stands in place of ids."""
+    """Return the ids for each table in one dimension. If an error stands in place of ids, raise that error."""
     names = [table.name for table in tables]
     if ids.keys() != {*names}:
         raise ValueError(
-            f"found ids for {sorted(ids)}, expected for {sorted(names)}: for a table without ids, give an empty tensor"
+            f"found ids for {sorted(ids)}, expected for {sorted(names)}: for a table without ids, pass an empty tensor"
         )
     for name in names:
         if isinstance(ids[name], Exception):

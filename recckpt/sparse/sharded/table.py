@@ -1,4 +1,4 @@
-"""Tables whose rows lie on many ranks: every rank looks up any id, and trains the row that its owner holds."""
+"""Tables with rows on many ranks: every rank can look up any id and train its row, which one rank owns."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class SharedByRanks(Sharing):
         return agree(self._exchange, what, [number] * self._exchange.size, problem)
 
     def first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
-        """Return which rows of this rank are among the ``n`` rows of all ranks that go first. Collective.
+        """Return which rows of this rank are among the first ``n`` rows of all ranks. Collective.
 
-        ``by`` and ``ids`` are int64, of this rank; ``n`` is the same on all ranks, and no rank sends more rows.
+        ``by`` and ``ids`` are int64, for rows of this rank; ``n`` is equal on all ranks. No rank sends more than ``n``.
         """
         exchange, mask = self._exchange, np.zeros(len(ids), np.bool_)
         if n <= 0:
             return mask
-        offered = np.flatnonzero(first_rows(by, ids, n))  # no other row of this rank can be among the first of all
+        offered = np.flatnonzero(first_rows(by, ids, n))  # this rank's other rows cannot be among the first ``n``
         lengths = agree(exchange, "agreeing on what is evicted", [len(offered)] * exchange.size, None)
         pairs = torch.from_numpy(np.stack([by[offered], ids[offered]], 1))
         of_all = exchange.all_to_all(pairs.repeat(exchange.size, 1), [len(offered)] * exchange.size, lengths).numpy()
@@ -55,7 +55,7 @@ class SharedByRanks(Sharing):
         return mask
 
     def refuse(self, table: Any, error: Exception, admit: bool | None) -> NoReturn:
-        """Raise the error on all ranks, since the others wait for the ids of this one."""
+        """Raise the error on all ranks, because the other ranks wait for the ids of this rank."""
         look_up_together([table], {table.name: error}, admit=admit)
         raise error
 
@@ -67,33 +67,33 @@ class ShardedHashTable(HashTable):
     """A :class:`recckpt.sparse.HashTable` over all ranks; each rank holds one slice of the ids.
 
     Calling it is collective, and so is the backward pass: all ranks call the same tables in the same order, each with
-    its own ids, perhaps none. Ids go to the rank that owns them, where training inserts new ones; rows come back, and
-    later the gradients go the same way and add up. After a backward pass :meth:`take_gradients` is None on all ranks or
-    on none. The norm of :attr:`grad` covers the rows of all ranks; taking it is collective, and so is unscaling.
+    its own ids, perhaps none. Ids go to the rank that owns them, where training inserts new ids. Rows come back, and
+    later gradients go to the owners and add up. After a backward pass :meth:`take_gradients` is None on all ranks or on
+    none. The norm of :attr:`grad` covers the rows of all ranks; computing or unscaling it is collective.
 
-    Everything else is local, about the rows of this rank: ``insert``, ``lookup``, ``erase``, ``ids()``, ``slots``,
+    Everything else is local and about the rows of this rank: ``insert``, ``lookup``, ``erase``, ``ids()``, ``slots``,
     ``len()``. In ``state_dict()`` and checkpoints it is a table with a slice. With one rank it is a plain table. See
     docs/distributed.md.
 
     Args:
-        embedding_shape: as for a plain table; all arguments are the same on all ranks.
+        embedding_shape: as for a plain table; all arguments must be equal on all ranks.
         name: name in checkpoints.
         dtype: as for a plain table.
-        device: where the slots of this rank live.
-        initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same first values for any
+        device: device of the slots of this rank.
+        initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same initial values for any
             number of ranks; those of ``torch.nn.init`` draw from the generator of the rank that owns the id.
         padding_id: as for a plain table.
         track: as for a plain table; an id is counted over all ranks, and dated by its owner.
         admit: as for a plain table, by the occurrences on all ranks and the step of the owner, so the same ids get rows
-            for any number of ranks. A callable must be the same on all ranks.
-        evict: as for a plain table; a capacity counts the rows of all ranks, which agree on those that go.
+            for any number of ranks. A callable must be equal on all ranks.
+        evict: as for a plain table; a capacity counts the rows of all ranks, which agree on the rows to evict.
         evict_every: as for a plain table.
         budget_ms: as for a plain table.
         on_evict: as for a plain table, called with the ids of this rank.
         group: the process group whose ranks share the table; None for the default group, or for one rank without a
             group. Its backend (gloo, nccl) carries the rows, and its timeout applies.
         gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does for
-            dense parameters: for losses that are means over the batch of a rank. ``"sum"`` does not divide.
+            dense parameters; use it if the loss is a mean over the batch of a rank. ``"sum"`` does not divide.
 
     Raises:
         ValueError: an argument is out of range, or this is one of several processes without a process group.
@@ -148,27 +148,27 @@ class ShardedHashTable(HashTable):
     def forward(self, ids: Tensor, *, admit: bool | None = None) -> Tensor:
         """Return the embeddings of ``ids``, whichever rank holds them. Collective.
 
-        In training mode unseen ids that are admitted are inserted on their owners. In eval mode nothing is inserted,
-        and an unseen id reads the initializer's constant, or zeros if the initializer is random.
+        In training mode, unseen ids that are admitted get rows on their owners. In eval mode nothing is inserted, and
+        an unseen id gives the initializer's constant, or zeros if the initializer is random.
 
         Args:
             ids: int64, any shape.
-            admit: as for a plain table; it must be the same on all ranks, and the table frozen on all ranks or on none.
+            admit: as for a plain table; must be equal on all ranks. The table is frozen on all ranks or on none.
 
         Returns:
             Tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen.
 
         Raises:
-            LookupFailedError: a rank has no int64 ids, is at another lookup, or failed; all ranks raise it.
+            LookupFailedError: on all ranks, if one has no int64 ids, makes another look-up, or fails.
         """
         return look_up_together([self], {self.name: ids}, admit=admit)[0]
 
 
 def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any], *, admit: bool | None) -> list[Tensor]:
-    """Return the embeddings for each table, by the messages of one look-up. Collective.
+    """Return the embeddings for each table, with the messages of a single look-up. Collective.
 
-    Tables have one shape, dtype, device and group, and are the same on all ranks. The error why this rank has no ids
-    may stand in their place. LookupFailedError on all ranks if one failed.
+    Tables have one shape, dtype, device and group, and are the same on all ranks. If this rank has no ids because of an
+    error, pass the error in their place. Raises LookupFailedError on all ranks if one rank failed.
     """
     first, exchange = tables[0], tables[0].exchange
     is_inserting = [inserts(table, admit) for table in tables]
@@ -178,9 +178,9 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
     for table in compress(tables, is_inserting):
         try:
             table.eviction.evict_due(table)
-        except LookupFailedError:  # all ranks raise it
+        except LookupFailedError:  # already raised on all ranks
             raise
-        except Exception as error:  # in place of ids it reaches the ranks that wait for them, as an error of ids does
+        except Exception as error:  # sent in place of ids, so that the ranks that wait for ids raise it, too
             ids = {**ids, table.name: error}
             break
     has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
@@ -192,7 +192,7 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
 
 
 def _described(tables: Sequence[ShardedHashTable], has_grad: bool, is_inserting: Sequence[bool]) -> str:
-    """Describe a look-up so that two ranks agree exactly if their look-ups do."""
+    """Describe a look-up so that the texts of two ranks are equal exactly if their look-ups fit together."""
     lookups = []
     for table, does_insert in zip(tables, is_inserting, strict=True):
         words = ["training" if table.training else "eval"]
@@ -208,18 +208,18 @@ def _described(tables: Sequence[ShardedHashTable], has_grad: bool, is_inserting:
 
 
 class EmbeddingCollection(nn.Module):
-    """Sharded tables that are looked up together: those of one shape and dtype cost the messages of one.
+    """Sharded tables that are looked up together: all tables of one shape and dtype share one look-up's messages.
 
-    Named after TorchRec's. Calling it is collective, as with the tables.
+    Named after TorchRec's class. Calling it is collective, as with the tables.
 
     Args:
-        tables: in the same order on all ranks.
+        tables: the tables, in the same order on all ranks.
 
     Attributes:
-        tables: a ``ModuleList`` of them.
+        tables: the tables as a ``ModuleList``.
 
     Raises:
-        TypeError: something is not a sharded table.
+        TypeError: an item is not a sharded table.
         ValueError: two tables share a name.
     """
 
@@ -231,7 +231,7 @@ class EmbeddingCollection(nn.Module):
             kind = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
             raise TypeError(
                 f"a collection takes recckpt.sparse.ShardedHashTable, found {kind}: make it one, which with one rank "
-                "is a plain table; several plain ones go into an nn.ModuleDict, and are called one by one"
+                "is a plain table; put several plain tables into an nn.ModuleDict, and call each"
             )
         self.tables = nn.ModuleList(members)
         names = [table.name for table in self._sharded]
@@ -243,20 +243,20 @@ class EmbeddingCollection(nn.Module):
         """Return the embeddings for each table. Collective.
 
         Args:
-            ids: table name -> int64, any shape; every table must be named, perhaps with no ids.
-            admit: as for a table, for all of them.
+            ids: table name -> int64, any shape; every table must be named, an empty tensor is allowed.
+            admit: as for a table, applied to all tables.
 
         Returns:
             Table name -> tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen.
 
         Raises:
-            LookupFailedError: the ids of a rank do not fit, or it is at another lookup; all ranks raise it.
+            LookupFailedError: on all ranks, if the ids of one do not fit or it makes another look-up.
         """
         groups: dict[Any, list[ShardedHashTable]] = {}
         for table in self._sharded:
             key = (table.embedding_shape, table.dtype, table.device, table.exchange)
             groups.setdefault(key, []).append(table)
-        by_name = ids if isinstance(ids, Mapping) else {}  # an error on all ranks, as ids that do not fit
+        by_name = ids if isinstance(ids, Mapping) else {}  # {} raises an error on all ranks, as for ids that do not fit
         unknown = by_name.keys() - {table.name for table in self._sharded}
         rows: dict[str, Tensor] = {}
         for tables in groups.values():
@@ -275,23 +275,23 @@ class EmbeddingCollection(nn.Module):
         padding_id: int | None = None,
         admit: bool | None = None,
     ) -> dict[str, Tensor]:
-        """Return the rows of each bag, pooled, for each table, by the messages of one lookup. Collective.
+        """Return the rows of each bag, pooled, for each table, with the messages of a single look-up. Collective.
 
         Args:
             ids: table name -> ids of two dimensions, a jagged nested tensor, or an object such as TorchRec's
                 ``JaggedTensor``; or its ``KeyedJaggedTensor`` with the names of the tables as keys. Ids with lengths
                 become a nested tensor by ``torch.nested.nested_tensor_from_jagged(ids, lengths=lengths)``.
             mode: as in :meth:`HashTable.bag`, for all tables.
-            weights: table name -> weights as there, for some or all tables.
-            padding_id: as there, for all tables.
-            admit: as for a table, for all of them.
+            weights: table name -> weights as in :meth:`HashTable.bag`, for some or all tables.
+            padding_id: as in :meth:`HashTable.bag`, for all tables.
+            admit: as for a table, applied to all tables.
 
         Returns:
             Table name -> tensor of shape (bags, *embedding_shape).
 
         Raises:
-            LookupFailedError: the ids, weights or mode of a rank do not fit, or it is at another lookup; all ranks
-                raise it.
+            LookupFailedError: on all ranks, if the ids, weights or mode of one do not fit, or it makes another
+                look-up.
         """
         by_name = ids if hasattr(ids, "keys") else {}
         names = {*by_name.keys()}
@@ -308,11 +308,11 @@ class EmbeddingCollection(nn.Module):
                 batches[table.name] = error
         if own_weights:
             batches[self._sharded[0].name] = ValueError(
-                f"found weights for {sorted(own_weights)}, expected for the tables"
+                f"found weights for {sorted(own_weights)}, expected them only for tables that have ids"
             )
         rows = self(batches, admit=admit)
         return {table.name: pool(rows[table.name], bags[table.name], mode) for table in self._sharded}
 
     @property
     def _sharded(self) -> list[ShardedHashTable]:
-        return list(self.tables)  # type: ignore[arg-type]  # nn.ModuleList forgets what it holds
+        return list(self.tables)  # type: ignore[arg-type]  # nn.ModuleList does not know the type of its items

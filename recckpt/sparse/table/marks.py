@@ -1,4 +1,4 @@
-"""Which rows have changed since the base of a saver: one bit per row, set by the store before it changes the row."""
+"""Tracks which rows changed since a saver's base checkpoint: one bit per row, set by the store before the change."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class FrozenRows(ABC):
-    """A table at the moment of a save, and which rows have changed since the base.
+    """The rows of a table at the time of a save, and which of them have changed since the base.
 
     Attributes:
         snapshot: all rows.
-        base: save id of the checkpoint since which changes are known; None if they are not.
-        erased: ids erased since the base, in pieces; some may have come back.
+        base: save id of the checkpoint since which changes are known; None if they are unknown.
+        erased: arrays of ids erased since the base; some may have been added again.
     """
 
     snapshot: Snapshot
@@ -34,18 +34,18 @@ class FrozenRows(ABC):
     erased: Sequence[Int64s] = ()
 
     def is_replaced(self, base: str) -> bool:
-        """Say whether a delta on this checkpoint must hold all rows, because the marks do not begin at it."""
+        """Say whether a delta on this checkpoint must hold all rows, because changes since it are unknown."""
         return self.base != base
 
     @property
     @abstractmethod
     def n_changed(self) -> int:
-        """About how many rows and erased ids a delta would hold; decides between a delta and a full."""
+        """About how many rows and deletes a delta would hold; decides between a delta and a full checkpoint."""
 
     def delta(self, base: str, *, narrows: bool = True) -> DeltaSource:
-        """Return what has changed since this base.
+        """Return the rows that changed and the ids that were erased since this base.
 
-        With ``narrows`` the snapshot releases the other rows as soon as they are known. Otherwise all rows can be read
+        With ``narrows`` the snapshot releases unchanged rows as soon as they are known. Otherwise all rows can be read
         until :meth:`DeltaSource.narrow`.
         """
         self.check_base(base)
@@ -60,18 +60,18 @@ class FrozenRows(ABC):
 
     @abstractmethod
     def changed_since(self, base: str) -> Bytes:
-        """Return one bit per row, 1 if the row changed since this base, in whole words; all rows stay protected."""
+        """Return one bit per row, 1 if it changed since this base, padded to 8-byte words; all rows stay readable."""
 
     def check_base(self, base: str) -> None:
-        """Raise RuntimeError if changes since this base are not known."""
+        """Raise RuntimeError if changes since this base are unknown."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self.base!r}")
 
     @abstractmethod
     def committed(self, save_id: str) -> None: ...
 
-    def failed(self) -> None:  # noqa: B027  # where nothing was begun, nothing ends
-        """Keep the base and all marks since."""
+    def failed(self) -> None:  # noqa: B027  # a default for subclasses that have nothing to undo
+        """End a save that failed: keep the base and all marks since."""
 
 
 class SaverMarks(ABC):
@@ -81,29 +81,29 @@ class SaverMarks(ABC):
 
     @abstractmethod
     def begin(self, base: str) -> None:
-        """Start marking; the store's rows now equal the rows of the checkpoint with this save id."""
+        """Start marking. The rows of the store must now equal those of the checkpoint with this save id."""
 
     def is_unchanged(self, base: str) -> bool:
-        """Say whether nothing has changed since this base. False may be wrong, True never is."""
+        """Say whether nothing has changed since this base. True is always right, False may be wrong."""
         return False
 
     @abstractmethod
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows at this moment, and which rows have changed since the base.
+        """Return the current rows, and which of them have changed since the base.
 
-        With ``keeps_marks``, for near saves, the base and the marks do not change, however the save ends (rule
+        With ``keeps_marks``, for near saves, neither base nor marks change, whether the save commits or fails (rule
         *keeps_marks*).
         """
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
-        """Start marking from a base since which some ids changed and some went; False if that is not possible."""
+        """Start marking from a base since which these ids have changed or were deleted. False if not supported."""
         return False
 
 
 class _Since(NamedTuple):
-    """The base and the changes since; during a save a second set with the changes since that save began."""
+    """A base and the changes since. During a save there is a second set, for changes since that save began."""
 
     base: str | None
     sets: tuple[MarkSet, ...]
@@ -139,12 +139,12 @@ class Marks(SaverMarks):
             store.mark_noted()
             (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)
             frozen = Frozen(self, base, first, second, store.snapshot(name, slots))
-            if not keeps_marks:  # else the second set is of nobody, so that nothing ends with what is returned
+            if not keeps_marks:  # otherwise ``_since`` does not hold the second set, so ending the save changes nothing
                 self._since = _Since(base, (first, second))
             return frozen
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
-        """Start from a base with marks on these rows and deletes of these ids (rule *payload_is_marks*)."""
+        """Start from a base, with these rows marked and these ids noted as deleted (rule *payload_is_marks*)."""
         store = self.store()
         if store is None:
             return False
@@ -158,15 +158,15 @@ class Marks(SaverMarks):
         return True
 
     def end(self, frozen: Frozen, base: str | None) -> None:
-        """End a save: with a new ``base`` drop the marks it has written, else keep them with the old base."""
+        """End a save. With a new ``base`` drop the marks that the save has written; else keep marks and base."""
         with self._lock:
             before, sets = self._since
-            if len(sets) == 2 and sets[1] is frozen.second:  # else it has ended, or another save or base has begun
+            if len(sets) == 2 and sets[1] is frozen.second:  # else the save has ended, or another began
                 self._since = _Since(before, sets[:1]) if base is None else _Since(base, sets[1:])
 
 
 class Frozen(FrozenRows):
-    """Rows frozen with marks, under the lock of the store; ``bits`` are in whole words of 8 bytes."""
+    """Rows frozen with their marks, under the lock of the store; ``bits`` are padded to words of 8 bytes."""
 
     def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
         self.snapshot, self.second = snapshot, second
@@ -196,9 +196,9 @@ class Frozen(FrozenRows):
 
 
 class DeltaSource:
-    """The changed rows of a snapshot, as rows 0 to ``n_rows - 1`` of a table to be saved.
+    """The changed rows of a snapshot, numbered 0 to ``n_rows - 1``, as a table to save.
 
-    Training waits while this is made, so the changed rows are only looked up when they are first needed.
+    Training waits while this object is made, so the changed rows are determined only when they are first needed.
     """
 
     def __init__(self, snapshot: Snapshot, bits: Callable[[], Bytes], erased: Sequence[Int64s]) -> None:
@@ -206,7 +206,7 @@ class DeltaSource:
         self.snapshot, self._bits, self._erased = snapshot, bits, erased
 
     def narrow(self) -> None:
-        """Release all other rows: they are no longer protected and cannot be read."""
+        """Release all unchanged rows: they are no longer copied aside before changes, and cannot be read."""
         self.snapshot.narrow(self._bits())
 
     @cached_property
@@ -227,11 +227,11 @@ class DeltaSource:
 
     @property
     def erased(self) -> Int64s:
-        """Distinct erased ids; some may have come back."""
+        """Distinct erased ids; some may have been added again."""
         return distinct(np.empty(0, np.int64), *self._erased)
 
     def deletes(self) -> Int64s:
-        """Return the distinct erased ids that have not come back, in bucket order."""
+        """Return the distinct ids that were erased and not added again, in bucket order."""
         erased = self.erased
         if len(erased):
             upserts = IdIndex()
@@ -242,7 +242,7 @@ class DeltaSource:
         return erased[np.argsort(bucket_of(erased), kind="stable")]
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into one target each. After ``is_last`` they must not be read again, in any slot."""
+        """Copy some slots of rows to one target each. After ``is_last`` these rows must not be read again."""
         self.snapshot.read_slots(self.rows[rows], targets, is_last=is_last)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What a table is to torch: a module without dense parameters, in state dicts, on devices, in copies.
+"""Makes a table a torch module: without dense parameters, in state dicts, moved between devices, copied.
 
-Also what look-ups and optimizers share: first values, padding, waiting gradients.
+Also has what look-ups and optimizers share: initial values, padding, waiting gradients.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _AVERAGING = {  # modules whose classes copy a model to average its parameters
     "pytorch_lightning.callbacks.stochastic_weight_avg",
     "pytorch_lightning.callbacks.weight_averaging",
 }
-_NOTED = "recckpt: noted that a model is copied"  # in the memo of a copy
+_NOTED = "recckpt: noted that a model is copied"  # key in the memo of a deep copy
 _ROWS_STAY = (
     "was copied with a model in training mode, and loops over parameters() do not reach the rows of the copy: for a "
-    "target network call copy.load_state_dict(model.state_dict()); for averages of the rows write "
+    "target network call copy.load_state_dict(model.state_dict()); for averages of the rows use "
     "recckpt.averages.RowAverage(model, decay)"
 )
 
 
 class Sharing:
-    """What ranks that share a table must agree on, here for one process. All methods but ``exposed`` are collective."""
+    """Agreements of ranks that share a table; here for one rank. All methods but ``exposed`` are collective."""
 
     n_ranks = 1
 
@@ -71,37 +71,37 @@ class Sharing:
         return [number]
 
     def first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
-        """Return which rows of this rank are among the ``n`` rows of all ranks that go first."""
+        """Return which rows of this rank are among the first ``n`` rows of all ranks, ordered by ``by`` and id."""
         return first_rows(by, ids, n)
 
     def refuse(self, table: Any, error: Exception, admit: bool | None) -> NoReturn:
-        """Raise the error of a rank's wrong arguments, in place of the look-up that other ranks wait for."""
+        """Raise the error of wrong arguments, so that ranks that wait for this rank's look-up get it, too."""
         raise error
 
     def exposed(self, grads: Tensor, name: str) -> Tensor:
-        """Return the gradients of the table ``name`` as scalers and clipping should see them."""
+        """Return the gradients of the table ``name`` in the form that scalers and clipping should see."""
         return grads
 
 
 class TableModule(nn.Module):
-    """A module whose state is a store of rows: it stands in state dicts as itself, and has no dense parameters.
+    """A module whose state is a store of rows: state dicts hold the module itself, and it has no dense parameters.
 
     Attributes:
-        name: in checkpoints.
-        store: the rows, and the one door through which they change.
-        pending_gradients: of the rows, which wait for the optimizer.
-        trained_by: the mark of the optimizer that takes the gradients: the last one made for this table.
-        sharing: what the ranks that share the table agree on.
-        warned_of: subjects that it has already warned of.
-        anchor: an empty parameter, the input of torch's graph for look-ups. Its gradient is never set: gradients of
-            rows are kept by id. Walks over the parameters of a model find it under the name of the table; it carries
-            ``requires_grad`` of the rows.
+        name: the table's name in checkpoints.
+        store: the rows, which only methods of the store change.
+        pending_gradients: gradients of rows that wait for the optimizer.
+        trained_by: the mark of the optimizer that uses the gradients: the last one made for this table.
+        sharing: agreements between the ranks that share the table.
+        warned_of: subjects of the warnings that were already logged.
+        anchor: an empty parameter, the input of torch's graph for look-ups. Its gradient is never set, because
+            gradients of rows are kept by id. Loops over the parameters of a model find the anchor under the name of the
+            table; its ``requires_grad`` applies to the rows.
         is_trained: False for an average, and for a table of counts that belongs to another table.
     """
 
-    padding_id: int | None = None  # stands for no id
+    padding_id: int | None = None  # an id that stands for "no id"
     is_trained = True
-    _is_replica = False  # torch asks for it at each zero_grad, and what is not there takes long to say
+    _is_replica = False  # torch reads this at each zero_grad, and a missing attribute takes long to look up
     sharing: Sharing = Sharing()
     anchor: nn.Parameter
 
@@ -123,23 +123,23 @@ class TableModule(nn.Module):
         spec = SlotSpec(EMBEDDING, dtype_name(dtype), checked_shape(embedding_shape))
         self.initializer = as_initializer(initializer, dtype, spec.shape)
         if isinstance(self.initializer, FromRow) and self.slice != Slice(0, N_BUCKETS):
-            raise ValueError(f"table {name!r}: FromRow needs the rows of all ids, and its rows lie on several ranks")
+            raise ValueError(f"table {name!r}: FromRow needs the rows of all ids, but they are on several ranks")
         self.store = RowStore(checked_device(name, device))
         self.store.add_column(spec)
         self.pending_gradients = Gradients()
-        self.trained_by = object()  # nobody's mark
+        self.trained_by = object()  # a mark that no optimizer has
         self.warned_of: set[str] = set()
-        anchor_dtype = dtype if dtype.is_floating_point else torch.float32  # others cannot require a gradient
-        with torch.inference_mode(False):  # a table that is made there can be trained later
+        anchor_dtype = dtype if dtype.is_floating_point else torch.float32  # integers cannot require a gradient
+        with torch.inference_mode(False):  # a table made in inference mode can be trained later
             self.anchor = nn.Parameter(torch.empty(0, dtype=anchor_dtype, device=self.device))
 
     @property
     def requires_grad(self) -> bool:
         """Whether the rows are trained; False for a frozen table, which training does not change.
 
-        Set it here, or call ``requires_grad_`` of the table or of a model that holds it.
+        Set this attribute, or call ``requires_grad_`` of the table or of a model that contains the table.
         """
-        return self._parameters["anchor"].requires_grad  # type: ignore[union-attr]  # a tenth of the time of self.anchor
+        return self._parameters["anchor"].requires_grad  # type: ignore[union-attr]  # 10 times as fast as self.anchor
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
@@ -150,8 +150,8 @@ class TableModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the anchor, unless ``recurse`` is False.
 
-        With that, FSDP asks each module for the parameters it should manage, and would wait for a gradient of the
-        anchor. A walk from an outer module does not call this, and finds the anchor.
+        With ``recurse=False``, FSDP asks each module for the parameters it should manage, and would wait for a gradient
+        of the anchor. A loop over an outer module's parameters does not call this method, and finds the anchor.
         """
         if recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
@@ -162,7 +162,7 @@ class TableModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the slots live."""
+        """The device of the slots."""
         return self.store.device
 
     @property
@@ -188,10 +188,10 @@ class TableModule(nn.Module):
         self.trained_by = mark
 
     def __repr__(self) -> str:
-        return super().__repr__() if "store" in vars(self) else object.__repr__(self)  # half made
+        return super().__repr__() if "store" in vars(self) else object.__repr__(self)  # still in the constructor
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Let ``torch.distributed.checkpoint``, which resolves names part by part, find this module's tables."""
+        """Let ``torch.distributed.checkpoint``, which resolves names part by part, find the tables of this module."""
         return dict.fromkeys((parts[0] for parts in self._keys()), "_by_key")
 
     @property
@@ -199,19 +199,19 @@ class TableModule(nn.Module):
         return _ByKey(self._keys())
 
     def _keys(self) -> dict[tuple[str, ...], TableModule]:
-        """Map the rest of each name, after this module, to its table."""
+        """Map each table's name, without this module's prefix and split at dots, to the table."""
         names = {table.name.removeprefix(f"{self.name}."): table for table in self._own_tables()}
         return {tuple(name.split(".")): table for name, table in names.items()}
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
-        """Become a copy of ``other``, or raise ValueError before anything changes."""
+        """Replace the rows by copies of those of ``other``. Raises ValueError before anything changes."""
         raise NotImplementedError
 
     def _own_tables(self) -> list[TableModule]:
         return [self]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        refuse_export()  # the old torch.onnx.export detaches all that is in a state dict, before it calls the model
+        refuse_export()  # the old torch.onnx.export detaches every value of a state dict before it calls the model
         destination.update({prefix + table.name: table for table in self._own_tables()})
 
     def _load_from_state_dict(  # noqa: PLR0917  # torch's signature
@@ -238,7 +238,7 @@ class TableModule(nn.Module):
                     error_msgs.append(f"{key!r}: {error}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Follow ``model.to(device)``; the dtype stays, since it is part of the table's identity."""
+        """Move the rows for ``model.to(device)``; keep the dtype, which is part of the table's identity."""
         device = checked_move(self.name, self.dtype, self.device, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if device != self.device:
@@ -259,18 +259,18 @@ class TableModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"table {self.name!r} cannot be pickled, nor a model or state dict that holds it: save it with "
-            "recckpt.Saver(model, output_dir=...).save(ckpt_id), in a trainer by a callback of recckpt.integrations, "
+            f"table {self.name!r} cannot be pickled, nor a model or state dict that contains it: save it with "
+            "recckpt.Saver(model, output_dir=...).save(ckpt_id), in a trainer with a callback of recckpt.integrations, "
             "or split its state dict with recckpt.recis.split_sparse_dense_state_dict and pickle the dense half"
         )
 
     @property
     @opaque
     def grad(self) -> Tensor | None:
-        """The gradients that the optimizer takes next: one row for each distinct id, float32 or float64.
+        """The gradients that the optimizer uses next: one row for each distinct id, float32 or float64.
 
-        Changes in place take effect, which is how scalers and clipping work. None if there was no backward pass; a row
-        of zeros if it reached no id. Setting None drops them.
+        In-place changes affect the next step; scalers and clipping rely on that. None if there was no backward pass; a
+        single row of zeros if the backward pass reached no id. Setting None drops the gradients.
         """
         values = self.pending_gradients.values(self.store)
         if values is None:
@@ -283,7 +283,7 @@ class TableModule(nn.Module):
         if grad is None:
             self.pending_gradients.clear()
         elif present is None or grad.shape != present.shape:
-            expected = "none, for no backward pass reached it" if present is None else str(tuple(present.shape))
+            expected = "none, because no backward pass reached it" if present is None else str(tuple(present.shape))
             raise ValueError(f"gradients of table {self.name!r}: found shape {tuple(grad.shape)}, expected {expected}")
         elif grad is not present:
             present.copy_(grad)
@@ -292,7 +292,7 @@ class TableModule(nn.Module):
     def take_gradients(self) -> tuple[Int64s, Tensor] | None:
         """Return (distinct rows, summed gradients) of all backward passes since the last call, and drop them.
 
-        None if there was no backward pass.
+        Return None if there was no backward pass.
         """
         with self.store.lock:
             taken = self.pending_gradients.of_rows(self.store)
@@ -315,7 +315,7 @@ def warn_once(table: TableModule, subject: str, text: str) -> None:
 
 
 def erase_rows(table: TableModule, ids: Int64s) -> int:
-    """Drop rows and their waiting gradients, and return how many rows were dropped."""
+    """Drop rows and their waiting gradients; return how many rows were dropped."""
     with table.store.lock:
         n_rows = table.store.erase(ids)
         if n_rows:
@@ -324,7 +324,7 @@ def erase_rows(table: TableModule, ids: Int64s) -> int:
 
 
 def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
-    """Return the initial embeddings of distinct new ids; ValueError if one lies outside the table's slice."""
+    """Return the initial embeddings of distinct new ids. Raises ValueError for an id outside the table's slice."""
     check_owned(table.name, table.slice, new_ids)
     initializer = table.initializer
     values = initializer.values(new_ids, table.seed, table.spec)
@@ -338,15 +338,15 @@ def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
 
 
 def embedding_reader(table: TableModule) -> Take[Tensor]:
-    """Return a function that copies the embeddings of rows; row -1 reads as an unseen id."""
+    """Return a function that copies the embeddings of rows; row -1 gives the embedding of an unseen id."""
     read, unseen = table.store.read, table.initializer.unseen
     return lambda columns, rows: read(columns, rows, unseen)
 
 
 def padding_row(table: TableModule) -> Tensor:
-    """Return what the padding id reads, shape (1, *embedding_shape); it is never trained.
+    """Return the embedding of the padding id, shape (1, *embedding_shape), which is never trained.
 
-    Zeros, unless the id has a row: taken over from an ``nn.Embedding``, inserted or loaded.
+    The values are zeros unless the id has a row: taken over from an ``nn.Embedding``, inserted or loaded.
     """
     read = table.store.read
     return table.store.look_up(np.array([table.padding_id], np.int64), lambda columns, rows: read(columns, rows, 0.0))
@@ -355,47 +355,47 @@ def padding_row(table: TableModule) -> Tensor:
 def add_gradients(table: TableModule, ids: Int64s, grads: Tensor) -> None:
     """Add the gradients of a backward pass; ids may repeat.
 
-    Nothing is added to an average, or to a table that was frozen since the look-up, as with a parameter.
+    An average, or a table that was frozen after the look-up, ignores them, as a frozen parameter would.
     """
     if not (table.requires_grad and table.is_trained):
         return
     if grads.shape[1:] != table.spec.shape:
         raise ValueError(
             f"table {table.name!r}: found gradients of shape {tuple(grads.shape[1:])}, expected "
-            f"{table.embedding_shape}: it was resized since it was looked up; look it up again"
+            f"{table.embedding_shape}: the table was resized after the look-up; look the ids up again"
         )
     table.pending_gradients.add(ids, grads, table.store)
 
 
 def check_copy(table: TableModule, memo: dict[Any, Any]) -> None:
-    """Refuse a copy made to average parameters, which would leave the rows as they are; warn once of one in training.
+    """Refuse a copy made to average parameters, which would not average the rows. Warn once of a copy in training mode.
 
     Raises:
-        ValueError: the copy is for an average; names the class, and what to write instead.
+        ValueError: the copy is for an average; the message names the averaging class, and its replacement.
     """
     if not (table.is_trained and table.requires_grad):
         return
     averaging, frame = "", sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") in _AVERAGING and "self" in frame.f_locals:
-            averaging = type(frame.f_locals["self"]).__name__  # the outermost of these is what the user has made
+            averaging = type(frame.f_locals["self"]).__name__  # ends with the outermost one, which the user has made
         frame = frame.f_back  # type: ignore[assignment]  # None above the first
     if averaging:
         raise ValueError(
-            f"{averaging} averages parameters, and the rows of table {table.name!r} are not: they would stay as they "
-            f"are now, under averaged layers{write_instead('AveragedModel')}"
+            f"{averaging} averages parameters, and the rows of table {table.name!r} are not: the rows would stay as "
+            f"they are now, under averaged layers{write_instead('AveragedModel')}"
         )
     if not table.training or _NOTED in memo:
         return
     for copied in memo.values():
-        if isinstance(copied, nn.Module) and not isinstance(copied, TableModule):  # not so where a state dict is copied
-            memo[_NOTED] = True  # one table says so for all
+        if isinstance(copied, nn.Module) and not isinstance(copied, TableModule):  # none if just a state dict is copied
+            memo[_NOTED] = True  # so that only one table warns
             warn_once(table, "copy", _ROWS_STAY)
             return
 
 
 class _ByKey:
-    """Resolves names of tables part by part; the last part gives the table."""
+    """Resolves names of tables part by part; resolving the last part returns the table."""
 
     def __init__(self, tables: Mapping[tuple[str, ...], TableModule]) -> None:
         self._tables = tables
@@ -410,8 +410,8 @@ class _ByKey:
 def _leave_anchors_out(init: Callable[..., None]) -> Callable[..., None]:
     """Make DistributedDataParallel ignore the anchors.
 
-    It looks at all names before it asks the modules. Tables may be on the CPU beside dense layers on a GPU, and with
-    nothing but anchors it would crash. It reads the list of ignored names from the outermost module alone.
+    It collects all parameters before it asks modules which to ignore, and asks the outermost module only. Tables may be
+    on the CPU beside layers on a GPU, and a model with only anchors as parameters would crash it.
     """
 
     @functools.wraps(init)

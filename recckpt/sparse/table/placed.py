@@ -1,4 +1,4 @@
-"""Rows of a store whose ids move between places without the rows being written."""
+"""Stores whose ids move between places (row positions) although the rows there are not written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Bits = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class IdPlaces:
-    """Which id (ascending) has which place at one moment, and its meta by slot. The arrays are not written any more."""
+    """Maps ids (ascending) to their places at one time, and slot names to meta values. The arrays do not change."""
 
     ids: Int64s
     places: Int64s
@@ -35,7 +35,7 @@ class IdPlaces:
         return tuple(SlotSpec(name, "int64", ()) for name in self.meta)
 
     def moved(self, before: IdPlaces) -> Bits:
-        """Return a mask of the ids that are new, or have another place or other meta."""
+        """Return a mask of the ids that are new, or whose place or meta values changed."""
         if np.array_equal(self.ids, before.ids):
             return _differ(self, before, slice(None), slice(None))
         at = np.searchsorted(before.ids, self.ids)
@@ -62,19 +62,19 @@ def _differ(one: IdPlaces, other: IdPlaces, here: Any, there: Any) -> Bits:
 
 
 class PlacedStore(Store):
-    """Rows of ids that have places in a memory of rows; snapshots and marks are taken of that memory."""
+    """A store whose ids have places in a ``memory`` of rows; snapshots and marks are those of the memory."""
 
     @property
     @abstractmethod
     def memory(self) -> Store:
-        """The rows by place, those without an id included."""
+        """The rows by place, including rows without an id."""
 
     @abstractmethod
     def placed(self) -> IdPlaces: ...
 
 
 class PlacedRows(SnapshotOver):
-    """A snapshot of places, read by id. Thread-safe, as the snapshot is."""
+    """A snapshot of rows by place that is read by id. Thread-safe, like the snapshot it reads."""
 
     def __init__(self, rows: Snapshot, placed: IdPlaces, slots: tuple[SlotSpec, ...]) -> None:
         super().__init__(rows)
@@ -96,17 +96,17 @@ class PlacedRows(SnapshotOver):
         self.keep_places(self._placed.places[marked_rows(bits, self.n_rows)])
 
     def keep_places(self, places: Int64s) -> None:
-        """Protect from now on, and allow to read, only these places."""
-        is_kept = np.zeros(64 * max(1, -(-self._rows.n_rows // 64)), np.bool_)  # in whole words
+        """Release all rows except those at these places: the others are not protected and cannot be read."""
+        is_kept = np.zeros(64 * max(1, -(-self._rows.n_rows // 64)), np.bool_)  # padded to whole words
         is_kept[places] = True
         self._rows.narrow(np.packbits(is_kept, bitorder="little"))
 
 
-_MapBase = tuple[str, IdPlaces]  # a checkpoint, and which ids it has where: 16 bytes an id, 8 for each value of meta
+_MapBase = tuple[str, IdPlaces]  # a checkpoint and its id map: 16 bytes per id, and 8 for each meta value
 
 
 class PlacedMarks(SaverMarks):
-    """Marks of the places of one store, and the id map of the base, which is compared with the current one."""
+    """Marks of the places of one store, and the id map at the base, to compare with the current id map."""
 
     def __init__(self, store: PlacedStore, marks: SaverMarks) -> None:
         self.store, self._store, self._marks = weakref.ref(store), weakref.ref(store), marks
@@ -152,19 +152,19 @@ class PlacedFrozen(FrozenRows):
         self.base = None if save_id is None or frozen.is_replaced(save_id) else save_id
         read = tuple(slot for slot in placed.slots if slots is None or slot.name in slots)
         self.snapshot: PlacedRows = PlacedRows(frozen.snapshot, placed, read)
-        if isinstance(frozen, Frozen):  # others look at all places before any is released
+        if isinstance(frozen, Frozen):  # other kinds read all places before any row is released
             self.snapshot.keep_places(placed.places)
 
     @property
     def n_changed(self) -> int:
-        """About how many rows and deletes a delta would hold; most ids that moved were written, too."""
+        """About how many rows and deletes a delta would hold, assuming that most ids with a new place were written."""
         if self._then is None:
             return self.snapshot.n_rows
         n_moved = int(self._moved.sum())
         return min(max(self._frozen.n_changed, n_moved), self.snapshot.n_rows) + sum(map(len, self.erased))
 
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit an id, 1 if its row was written or it has another place or other meta."""
+        """Return one bit per id, 1 if its row was written or its place or meta values changed."""
         self.check_base(base)
         bits = self._frozen.changed_since(base)
         is_written = np.unpackbits(bits, count=self._frozen.snapshot.n_rows, bitorder="little").astype(np.bool_)
@@ -184,6 +184,6 @@ class PlacedFrozen(FrozenRows):
         return self._placed.moved(self._then)
 
     @cached_property
-    def erased(self) -> Sequence[Int64s]:  # type: ignore[override]  # looked for once it is asked for
+    def erased(self) -> Sequence[Int64s]:  # type: ignore[override]  # computed at the first access
         assert self._then is not None
         return (self._placed.gone(self._then),)

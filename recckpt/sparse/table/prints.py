@@ -1,10 +1,10 @@
-"""Fingerprints of rows, and which rows have changed by them: for rows that any code may have written.
+"""Fingerprints of rows, which find changed rows if any code may have written them.
 
-A fingerprint has 8 bytes over all slots: multilinear hashing (Carter and Wegman, JCSS 1979) of the words of a row,
-which may be shorter than 8 bytes. Words are mixed before they are multiplied: a factor carries bits upwards only, and
-the signs of two numbers, the highest bits of their words, would cancel each other. The print of the slots so far is the
-start value for the next slot. Each save looks at all rows once, in the thread that writes. On a device torch does this;
-it has few operations on uint64, so words are int64 there with the same bits: sums and products wrap alike.
+A fingerprint is 8 bytes over all slots of a row: multilinear hashing (Carter and Wegman, JCSS 1979) of its words, which
+may be shorter than 8 bytes. Words are mixed before the multiplication: a product carries bits upwards only, so two sign
+changes, which flip the highest bits of two words, would cancel out. The print of the slots so far is the start value of
+the next slot. Each save reads all rows once, in the thread that writes. On a device torch computes the same bits: words
+are int64 there, because torch has few operations on uint64, and sums and products wrap in the same way.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from recckpt.types import SlotSpec
 
 Prints = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
-# Of rows at a time, between two looks at what was copied aside; a device does more before it is asked again, and makes
-# words of 8 bytes of them.
+# Bytes of rows that are hashed before checking which of them were copied aside meanwhile. Larger on a device, where a
+# check costs more, and where words are widened to 8 bytes.
 _PIECE_BYTES, _DEVICE_PIECE_BYTES = 8 << 20, 64 << 20
-_MIX = np.uint64(0x9E3779B185EBCA87)  # 2 ** 64 over the golden ratio, as a prime: the bits of a word are mixed by it
+_MIX = np.uint64(0x9E3779B185EBCA87)  # a prime near 2 ** 64 / golden ratio; multiplying by it mixes the bits of a word
 _S29, _S32 = np.uint64(29), np.uint64(32)
 _WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 _SIGNED_MIX, _SIGNED_M1, _SIGNED_M2 = (int(word.astype(np.int64)) for word in (_MIX, M1, M2))
@@ -40,10 +40,10 @@ _TORCH_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def fingerprints(rows: Snapshot, first: int = 0, last: int | None = None) -> Prints:
-    """Return one fingerprint per row in [first, last) of a snapshot; by default of all rows. Thread-safe.
+    """Return one fingerprint per row in [first, last) of a snapshot (default: all rows). Thread-safe.
 
-    Call this before any row is read for the last time. Rows are read in place; rows that are copied aside meanwhile are
-    read again from the copy.
+    Call this before any row is read for the last time. Rows are read in place; rows that are copied aside during the
+    read are read again from the copy.
     """
     last = rows.n_rows if last is None else last
     prints = np.empty(last - first, np.uint64)
@@ -89,7 +89,7 @@ def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
 
 @compiled
 def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
-    """Mix the words of each row into its print; the sum has no chain of dependencies, so it vectorizes."""
+    """Mix the words of each row into its print; the additions do not depend on each other, so the loop vectorizes."""
     for row in range(len(words)):
         mixed = prints[row]
         for i in range(words.shape[1]):
@@ -105,7 +105,7 @@ def _word_bytes(row_bytes: int) -> int:
 
 @torch.no_grad()
 def prints_on_device(rows: Snapshot, images: PreImages, begin: int, end: int) -> npt.NDArray[np.uint64]:
-    """Return a fingerprint of each row in [begin, end); all bytes of the rows are read before this returns."""
+    """Return one fingerprint per row in [begin, end); all bytes of the rows have been read when this returns."""
     prints = torch.zeros(end - begin, dtype=torch.int64)
     for spec in rows.slots:
         done, mixed = 0, []
@@ -120,23 +120,23 @@ def prints_on_device(rows: Snapshot, images: PreImages, begin: int, end: int) ->
 
 def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
     n_bytes = _word_bytes(spec.row_bytes)
-    if memory.storage_offset() % n_bytes:  # torch shows bytes as longer words only from a multiple of them on
+    if memory.storage_offset() % n_bytes:  # torch views bytes as longer words only at an aligned offset
         memory = memory.clone()
     words = memory.view(_TORCH_WORDS[n_bytes]).view(len(prints), -1).to(torch.int64)
     if n_bytes < 8:
         words &= (1 << 8 * n_bytes) - 1
-    words = words ^ _shifted(words, 32)  # not in place: words of 8 bytes are the rows themselves
+    words = words ^ _shifted(words, 32)  # not in place, because 8-byte words share memory with the rows
     words *= _SIGNED_MIX
     words ^= _shifted(words, 29)
     factors = torch.from_numpy(random_odds(0, words.shape[1]).view(np.int64)).to(memory.device)
     z = words.mul_(factors).sum(1) + prints
-    z = (z ^ _shifted(z, 30)) * _SIGNED_M1  # as recckpt.format.buckets.mix64
+    z = (z ^ _shifted(z, 30)) * _SIGNED_M1  # the same as recckpt.format.buckets.mix64
     z = (z ^ _shifted(z, 27)) * _SIGNED_M2
     return z ^ _shifted(z, 31)
 
 
 def _shifted(words: Tensor, n_bits: int) -> Tensor:
-    """Shift right as unsigned words; torch would shift the sign in."""
+    """Shift right as unsigned words; torch's own shift would copy the sign bit."""
     return (words >> n_bits).bitwise_and_((1 << 64 - n_bits) - 1)
 
 
@@ -144,18 +144,18 @@ class _Base(NamedTuple):
     save_id: str
     slots: tuple[SlotSpec, ...]
     prints: Prints
-    share: float  # share of rows that differed from the previous base; 0 if unknown
+    share: float  # share of rows whose print differed from the base before; 0 if unknown
 
 
 class PrintMarks(SaverMarks):
-    """Fingerprints of the rows of one store at the base of one saver; takes 8 bytes per row, 16 during a save."""
+    """Fingerprints of one store's rows at the base of one saver; takes 8 bytes per row, 16 during a save."""
 
     def __init__(self, store: Store) -> None:
         self.store = weakref.ref(store)
         self._base: _Base | None = None
 
     def begin(self, base: str) -> None:
-        """Start marking; reads all rows."""
+        """Start marking: read all rows and compute their fingerprints."""
         store = self.store()
         if store is not None:
             with store.lock:
@@ -164,7 +164,7 @@ class PrintMarks(SaverMarks):
             rows.close()
 
     def resume(self, base: str, changed: npt.NDArray[np.int64], deleted: npt.NDArray[np.int64]) -> bool:
-        """Start from a base. Rows changed since get wrong fingerprints, so that the next save finds them changed."""
+        """Start from a base. Rows changed since then get wrong fingerprints, so that the next save writes them."""
         store = self.store()
         if store is None or len(deleted):
             return False
@@ -185,7 +185,7 @@ class PrintMarks(SaverMarks):
 
 
 class PrintedRows(SnapshotOver):
-    """A snapshot that computes and checks fingerprints of ``some`` rows before any row is released. Thread-safe."""
+    """A snapshot that computes and checks the fingerprints of the rows ``some`` before any row is released."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class PrintedRows(SnapshotOver):
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         if is_last:
-            _ = self.prints  # takes all prints before the first row may change
+            _ = self.prints  # computes all prints before the first row may change
         self._rows.read_slots(rows, targets, is_last=is_last)
 
 
@@ -223,11 +223,11 @@ class FrozenPrints(FrozenRows):
 
     @property
     def n_changed(self) -> int:
-        """An estimate from the share of changed rows in the last save, because an exact number needs all rows read."""
+        """An estimate by the last save's share of changed rows, because an exact number would need all rows read."""
         return self.snapshot.n_rows if self._then is None else round(self._then.share * self.snapshot.n_rows)
 
     def changed_since(self, base: str) -> Bytes:
-        """Return one bit per row, 1 if its fingerprint differs from the base; the first call reads all rows."""
+        """Return one bit per row, 1 if its fingerprint differs from that at the base; the first call reads all rows."""
         self.check_base(base)
         with self._lock:
             if self._bits is None:
@@ -237,7 +237,7 @@ class FrozenPrints(FrozenRows):
             return self._bits
 
     def committed(self, save_id: str) -> None:
-        """Make this checkpoint the base; if no row was read, there are no fingerprints, so the base is unknown."""
+        """Make this checkpoint the base. If no row was read, no fingerprints exist, and the base is unknown."""
         prints, before = self.snapshot.known_prints, self._then
         share = 0.0 if prints is None or before is None or not len(prints) else float(np.mean(prints != before.prints))
         self._committed(None if prints is None else _Base(save_id, self.snapshot.slots, prints, share))

@@ -1,4 +1,4 @@
-"""The rows of a table: ids, slots and the one door through which all of them change."""
+"""Stores the ids and slots of a table, and makes all changes of rows visible to snapshots and marks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ T = TypeVar("T")
 Take = Callable[[Mapping[str, Column], Int64s], T]
 FirstValues = Callable[[Int64s], Tensor]
 
-_TRIES = 3  # look-ups without the lock
+_TRIES = 3  # attempts of a look-up without the lock
 
 
 class RowStore(Store):
     """The rows of a table; any number of threads may look up and change them.
 
-    ``visit``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways to change a row. Each holds
-    the lock, calls snapshots and marks before it changes a row, and is done or not begun whenever an exception ends it.
-    Look-ups do not wait: they are repeated if an erase renumbered rows meanwhile, and take the lock after a few tries.
-    Hold the ``lock`` for a change that depends on what was read.
+    Only ``visit``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` change rows. Each holds the lock and
+    notifies snapshots and marks before it changes a row; after an exception the change is either complete or not begun.
+    Look-ups do not wait: they are repeated if an erase renumbered rows at the same time, and take the lock after a few
+    tries. A caller whose change depends on rows that it has read must hold the ``lock``.
 
     Attributes:
-        rows: change them directly only where nothing else uses this store.
+        rows: change them directly only if nothing else uses this store.
     """
 
     def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
@@ -56,7 +56,7 @@ class RowStore(Store):
         return self.rows.columns
 
     @property
-    def further_columns(self) -> Mapping[str, Column]:  # the slots beside the embedding
+    def further_columns(self) -> Mapping[str, Column]:  # all slots except the embedding
         return {name: column for name, column in self.columns.items() if name != EMBEDDING}
 
     @property
@@ -73,7 +73,7 @@ class RowStore(Store):
             self._observers.track(marks)
 
     def wait(self) -> None:
-        """Wait for all work on the device of the rows, in any stream."""
+        """Wait for all work on the device of the rows, in any CUDA stream."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -87,22 +87,22 @@ class RowStore(Store):
             self._settled().reserve(n_rows)
 
     def read(self, columns: Mapping[str, Column], rows: Int64s, unseen: float) -> Tensor:
-        """Return a copy of the embeddings of ``rows``; row -1 reads ``unseen``."""
+        """Return a copy of the embeddings of ``rows``; row -1 gives ``unseen``."""
         return columns[EMBEDDING].gather_or(rows, unseen)
 
     def embeddings(self) -> Tensor:
-        """Return a copy of all embeddings in row order. Call it under the lock."""
+        """Return a copy of all embeddings in row order. The caller holds the lock."""
         return self.columns[EMBEDDING].to_tensor(len(self))
 
     def filled_by(self, slots: Mapping[str, str]) -> Mapping[str, str]:
-        """Return which columns a load fills, here -> there, from the slots that it has."""
+        """Return which columns a load fills (column here -> slot of the checkpoint), given the slots it has."""
         return slots
 
     def find(self, ids: Int64s) -> Int64s:
         return self.look_up(ids, lambda columns, rows: rows)
 
     def look_up(self, ids: Int64s, take: Take[T]) -> T:
-        """Return ``take(columns, rows)``, rows being -1 for absent ids. ``take`` may be called several times."""
+        """Return ``take(columns, rows)``, where absent ids have row -1. ``take`` may be called several times."""
         for _ in range(_TRIES):
             rows = self.rows
             version = rows.index.version
@@ -114,7 +114,7 @@ class RowStore(Store):
             return take(rows.columns, rows.index.find(ids))
 
     def look_up_or_add(self, ids: Int64s, take: Take[T], embeddings: FirstValues) -> T:
-        """As :meth:`look_up`, but absent ids get rows first, under the lock, with these embeddings."""
+        """As :meth:`look_up`, but first add rows with these embeddings for absent ids, under the lock."""
         rows = self.rows
         version = rows.index.version
         at = rows.index.find(ids)
@@ -132,17 +132,17 @@ class RowStore(Store):
             return take(self.rows.columns, at)
 
     def visit(self, ids: Int64s, visit: Visit, take: Take[T], embeddings: FirstValues) -> T:
-        """Count and stamp the rows of ``ids``, adding missing ones; return ``take(columns, rows)``."""
+        """Add missing rows of ``ids``, count and stamp all their rows; return ``take(columns, rows)``."""
         with self.lock:
             at, _ = self._claim(ids, frozenset(), embeddings)
-            self._announce(distinct(at) if self._observers.has_snapshot else at, with_ids=False)  # each row once
+            self._announce(distinct(at) if self._observers.has_snapshot else at, with_ids=False)  # needs distinct rows
             self.rows.visit(at, visit)
             return take(self.rows.columns, at)
 
     def insert(self, ids: Int64s, values: Mapping[str, Tensor], embeddings: FirstValues | None = None) -> Int64s:
-        """Set rows to ``values``, one tensor a slot, and return the row of each id; the last of equal ids wins.
+        """Set rows to ``values``, one tensor per slot, and return the row of each id; the last of equal ids wins.
 
-        New rows get ``embeddings(ids)``; if it is None, what is in ``values``, or the initial value.
+        New rows get ``embeddings(ids)``; if ``embeddings`` is None, they get their ``values``, or the initial value.
         """
         with self.lock:
             at, n_new = self._claim(ids, frozenset(values), embeddings)
@@ -160,9 +160,9 @@ class RowStore(Store):
             return at
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
-        """Set distinct ``rows`` to one tensor a slot, and ``flag[0]`` to 1: all of it or nothing.
+        """Set distinct ``rows`` to one tensor per slot, and ``flag[0]`` to 1, either all or nothing.
 
-        Look rows up under the lock, or while nothing is erased.
+        Row numbers must be looked up under the lock, or while nothing is erased.
         """
         with self.lock:
             present = self._settled()
@@ -172,7 +172,7 @@ class RowStore(Store):
     def erase(self, ids: Int64s) -> int:
         """Drop the rows of present ids and return how many; the last rows move into the gaps.
 
-        Memory is released once half of the rows are gone and no snapshot or look-up reads them any more.
+        Memory is released once half of the rows are gone and no snapshot or look-up reads the old rows.
         """
         with self.lock:
             rows = self._settled()
@@ -185,12 +185,12 @@ class RowStore(Store):
                 marks.move(erasure)
             if rows.most > MIN_ROWS and 2 * len(rows) <= rows.most:
                 fitted = rows.fitted()
-                begin_renumbering(rows.index.counts)  # look-ups that still read these rows are repeated
+                begin_renumbering(rows.index.counts)  # repeats look-ups that still read the old rows
                 self.rows = fitted
             return len(erasure.ids)
 
     def clear(self) -> None:
-        """Drop all rows. Snapshots keep the old memory."""
+        """Drop all rows. Snapshots keep the old memory alive."""
         with self.lock:
             self.adopt(self.emptied())
 
@@ -198,21 +198,21 @@ class RowStore(Store):
         return RowStore(self.device, self.rows.emptied())
 
     def adopt(self, other: RowStore) -> None:
-        """Replace all rows and slots by those of ``other``, which must not be used any more."""
+        """Replace all rows and slots by those of ``other``, which must not be used afterwards."""
         with self.lock:
             self._observers.replaced()
             self.rows = other.rows
-            self._observers.forget_snapshots()  # nothing changes any more what they read
+            self._observers.forget_snapshots()  # the rows that they read do not change any more
 
     def to(self, device: torch.device) -> RowStore:
         with self.lock:
             return RowStore(device, self.rows.to(device))
 
     def resized(self, dim: int, first_embeddings: Callable[[Int64s, SlotSpec], Tensor]) -> RowStore:
-        """Return a copy whose embeddings, and slots of the same shape, have ``dim`` as last dimension; under the lock.
+        """Return a copy where embeddings, and slots of the same shape, have ``dim`` as last dimension. Under the lock.
 
-        Longer rows are cut. New columns of embeddings come from ``first_embeddings``, those of slots hold the initial
-        value. Gradients that wait to be applied are not copied.
+        Longer rows are cut. New columns get values of ``first_embeddings`` in embeddings, and the initial value in
+        slots. Gradients that wait for the optimizer are not copied.
         """
         rows, columns = self.rows, {}
         shape = rows.columns[EMBEDDING].spec.shape
@@ -237,8 +237,8 @@ class RowStore(Store):
         return RowStore(rows.device, rows.with_columns(rows.device, columns))
 
     def _settled(self) -> Rows:
-        """Return the rows, cleaned up after an exception. Call it under the lock, and only to change them."""
-        # Not to read them: that may be a signal handler, in the middle of a change of the same thread.
+        """Return the rows, cleaned up after an exception. Only for changes, under the lock."""
+        # Not for reads: a signal handler may read while its own thread is in the middle of a change.
         self.rows.index.settle()
         return self.rows
 
@@ -248,10 +248,10 @@ class RowStore(Store):
         first = len(rows)
         at, new_ids = rows.claim(ids)
         end = first + len(new_ids)
-        made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # code of users
+        made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # may run a user's code
         if rows.index.n_claimed != end or len(rows) != first or self.rows is not rows:
-            raise RuntimeError("an initializer has changed the table that it was to give values")
-        # A snapshot may still need the erased rows whose places these new rows take.
+            raise RuntimeError("an initializer has changed the table whose new rows it initializes")
+        # A snapshot may still need the erased rows whose places the new rows take.
         self._announce(np.arange(first, end), with_ids=True)
         rows.ids.write(first, torch.from_numpy(new_ids))
         rows.initialize(first, end, without=preset | ({EMBEDDING} if made is not None else set()))

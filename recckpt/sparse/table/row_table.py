@@ -1,4 +1,4 @@
-"""A table as a map from ids to rows: the methods that read and change rows without training."""
+"""A table as a map from ids to rows: methods that read and change rows without training them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NotesInserts(Protocol):
     """An object that a table notifies of the ids that ``insert`` adds; ids that training adds are not reported."""
 
     def note_inserted(self, ids: Int64s) -> None:
-        """Note ids that ``insert`` adds."""
+        """Note the ids that ``insert`` is about to add."""
 
 
 class Slots(Mapping[str, Tensor]):
@@ -85,7 +85,7 @@ class RowTable(TableModule):
     """
 
     admission: Admission | None = None
-    _is_showing = False  # the rows of its average, for a while
+    _is_showing = False  # True while the table shows the rows of its average
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class RowTable(TableModule):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the table holds: index, ids and slots, room for growth included."""
+        """Bytes that the index, ids and slots take, including room for growth."""
         return self.store.rows.nbytes
 
     def __len__(self) -> int:
@@ -124,12 +124,12 @@ class RowTable(TableModule):
 
     @property
     def track(self) -> tuple[str, ...]:
-        """What training look-ups keep in scalar slots of the rows."""
+        """Which of ``"count"``, ``"step"`` and ``"time"`` training look-ups write to scalar slots of the rows."""
         return self.tracking.names
 
     @property
     def step(self) -> int:
-        """The steps that training has made so far; set by :class:`recckpt.CheckpointManager`, or by you."""
+        """The number of steps that training has made; set by :class:`recckpt.CheckpointManager`, or by you."""
         return self.time.step or 0
 
     @step.setter
@@ -141,9 +141,9 @@ class RowTable(TableModule):
 
     @property
     def event_time(self) -> float | None:
-        """The present event time in seconds since 1970, as last given to the manager; None to use the clock.
+        """The current event time in seconds since 1970, as last given to the manager; None to use the clock.
 
-        When the event time is first set, rows with times of the clock get this time.
+        When an event time is first set, rows that the clock has dated get this time.
         """
         return self.time.event_time
 
@@ -153,21 +153,21 @@ class RowTable(TableModule):
 
     @property
     def now(self) -> Now:
-        """The step and the time that a look-up would now leave in its rows."""
+        """The step and the time that a look-up would write to its rows now."""
         return self.time.now
 
     @opaque
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
-        """Set the rows of ``ids``, adding those that are new; the last of equal ids wins.
+        """Set the rows of ``ids``, adding new ids; the last of equal ids wins.
 
         Args:
             ids: int64, shape (n,).
             embeddings: shape (n, *embedding_shape), the table's dtype.
-            slots: slot name -> (n, *slot_shape). Other slots keep their values, and start at their initial value in
-                new rows.
+            slots: slot name -> values of shape (n, *slot_shape). Slots that are not listed keep their values, and get
+                their initial value in new rows.
 
         Raises:
-            ValueError: a shape, dtype or slot name does not fit; an id lies outside the slice. Nothing has been
+            ValueError: a shape, dtype or slot name does not fit, or an id is outside the slice. Nothing has been
                 changed.
         """
         self._refuse_shown("insert()")
@@ -189,7 +189,7 @@ class RowTable(TableModule):
 
     @opaque
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (embeddings, found) without inserting; unseen ids read as in eval mode.
+        """Return (embeddings, found) without inserting; unseen ids give the same values as in eval mode.
 
         Returns:
             Embeddings of shape ``ids.shape + embedding_shape``, and a bool mask of ``ids.shape``.
@@ -204,9 +204,9 @@ class RowTable(TableModule):
 
     @opaque
     def erase(self, ids: Tensor) -> int:
-        """Drop the rows of ``ids``, ignoring absent ones, and return how many were dropped.
+        """Drop the rows of ``ids``, ignoring absent ids, and return how many rows were dropped.
 
-        Gradients that wait for the optimizer go with them, and so do exact counts of ids that wait for a row.
+        Also drops the gradients of these ids that wait for the optimizer, and exact counts of ids that wait for a row.
         """
         self._refuse_shown("erase()")
         flat = flat_ids(ids)
@@ -224,7 +224,7 @@ class RowTable(TableModule):
 
     @opaque
     def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` rows in total, so that inserting up to that many allocates nothing."""
+        """Reserve room for ``n_rows`` rows in total, so that inserting up to that many allocates no memory."""
         if not isinstance(n_rows, int | np.integer) or isinstance(n_rows, bool) or n_rows < 0:
             raise ValueError(f"table {self.name!r}: n_rows must be an int of at least 0, found {n_rows!r}")
         self.store.reserve(int(n_rows))
@@ -243,7 +243,7 @@ class RowTable(TableModule):
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """The slots without the embedding, by name; reading one copies its rows, in the order of :meth:`ids`."""
+        """The slots except the embedding, by name; reading a slot copies its rows, in the order of :meth:`ids`."""
         return Slots(self.store)
 
     @opaque
@@ -254,14 +254,14 @@ class RowTable(TableModule):
         dtype: torch.dtype = torch.float32,
         initial: float | None = None,
     ) -> None:
-        """Declare a slot whose rows start at ``initial``; declaring the same slot again keeps its rows.
+        """Add a slot whose rows start at ``initial``; adding the same slot again keeps its rows.
 
         Args:
             name: name in checkpoints, such as ``sparse_adamw_exp_avg``.
             shape: shape of one row; ``()`` is a scalar slot.
             dtype: any dtype that a table may have.
-            initial: the value of all rows of a new slot, and of new rows later; None for 0, or for the value declared
-                before.
+            initial: the value of a new slot in all rows, and in rows added later; None for 0, or for the value that an
+                earlier call gave.
 
         Raises:
             ValueError: the name is reserved, ``initial`` does not fit the dtype, the slot exists with another shape or
@@ -306,16 +306,16 @@ class RowTable(TableModule):
 
     @opaque
     def resize(self, dim: int) -> None:
-        """Change the last dimension of embeddings, and of slots of the same shape; other slots stay, such as counters.
+        """Change the last dimension of embeddings, and of slots of the same shape; keep other slots, such as counters.
 
-        Longer rows are cut. New columns of embeddings get the initializer's values for the new width, those of slots
-        their initial value. A default initializer becomes the default of the new width. Waiting gradients are dropped,
-        the next delta holds all rows, and memory holds a second copy of the table meanwhile. Optimizers go on; layers
-        of the model that depend on the width must be changed too. Not collective: call it on all ranks of a sharded
+        Longer rows are cut. New columns get the initializer's values for the new width in embeddings, and the initial
+        value in slots. A default initializer becomes the default of the new width. Waiting gradients are dropped, the
+        next delta holds all rows, and memory holds two copies of the table during the call. Optimizers continue; layers
+        of the model that depend on the width must be changed too. Not collective: call this on all ranks of a sharded
         table.
 
         Args:
-            dim: the last dimension.
+            dim: the new last dimension.
 
         Raises:
             ValueError: ``dim`` is not an int of at least 1, a row would be too long, or the table is an average.
@@ -335,23 +335,23 @@ class RowTable(TableModule):
 
     @contextmanager
     def _showing(self, store: RowStore) -> Iterator[None]:
-        """Inside ``with``, read, save and copy the rows of another store instead of the table's; no row is copied."""
+        """Inside ``with``, read, save and copy the rows of another store instead of the table's own; copies no row."""
         own = {name: getattr(self, name) for name in ("store", "trained_by", "tracking")}
         self.store, self.trained_by, self.tracking = store, object(), Tracking((), self.time)
         self.is_trained, self._is_showing = False, True
         try:
             yield
         finally:
-            del self.is_trained, self._is_showing  # back to those of the class
+            del self.is_trained, self._is_showing  # the class attributes apply again
             for name, value in own.items():
                 setattr(self, name, value)
 
     def _refuse_shown(self, what: str) -> None:
-        """Raise RuntimeError if the rows shown now are those of an average."""
+        """Raise RuntimeError if the table currently shows the rows of its average."""
         if self._is_showing:
             raise RuntimeError(
-                f"table {self.name!r}: found {what} inside RowAverage.swap(), where it shows its average: change rows "
-                "before or after it"
+                f"table {self.name!r}: found {what} inside RowAverage.swap(), where the table shows its average: "
+                "change rows before or after the swap"
             )
 
     def _refuse_untrained(self, what: str) -> None:
@@ -366,7 +366,7 @@ class RowTable(TableModule):
         if present is not None and present.spec != spec:
             raise ValueError(
                 f"table {self.name!r} has slot {spec.name!r} of {present.spec.dtype} {present.spec.shape}, "
-                f"cannot also be {spec.dtype} {spec.shape}; use another slot name"
+                f"which cannot also be {spec.dtype} {spec.shape}; use another slot name"
             )
 
     def _spec_of(self, name: str) -> SlotSpec:
@@ -387,7 +387,7 @@ class RowTable(TableModule):
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
         self._refuse_shown("load_state_dict()")
-        with other.store.lock if isinstance(other, RowTable) else nullcontext():  # rows of one moment
+        with other.store.lock if isinstance(other, RowTable) else nullcontext():  # so that all rows are of one time
             ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
         check_owned(self.name, self.slice, flat_ids(ids))
         check_values(self.name, self.spec, embeddings, len(ids))
@@ -409,5 +409,5 @@ class RowTable(TableModule):
         check_copy(self, memo)
         twin = super().__deepcopy__(memo)
         twin.__dict__.pop("_is_showing", None)
-        twin.followers.clear()  # they are of one table
+        twin.followers.clear()  # followers belong to the original table
         return twin

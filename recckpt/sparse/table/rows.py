@@ -1,4 +1,4 @@
-"""Rows of a table and how they change, for one thread at a time: in compiled calls that no exception interrupts."""
+"""Changes the rows of a table, one thread at a time, in compiled calls that no exception can interrupt."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 _CPU = torch.device("cpu")
 _ID_SPEC = SlotSpec("id", "int64", ())
-MIN_ROWS = 64  # memory of fewer rows is not worth giving back
-_AHEAD = 16  # rows lie anywhere, so the next ones are asked for early
+MIN_ROWS = 64  # the memory of fewer rows is not worth releasing
+_AHEAD = 16  # rows are at random addresses, so later ones are prefetched
 
 
 class Erasure(NamedTuple):
-    """Rows ``rows`` of ``ids`` go; the last rows, ``movers`` with ``moved_ids``, fill the ``holes``."""
+    """Rows to erase: ``rows`` with these ``ids``. The last rows, ``movers`` with ``moved_ids``, fill the ``holes``."""
 
     rows: Int64s
     ids: Int64s
@@ -40,7 +40,7 @@ class Erasure(NamedTuple):
 def write_rows(
     index: IdIndex, rows: Int64s, columns: Sequence[Column], values: Sequence[Tensor], flag: Int64s | None = None
 ) -> None:
-    """Set ``rows`` of CPU columns, publish claims, set ``flag[0]`` to 1: all of it or nothing."""
+    """Set ``rows`` of CPU columns, publish claims, and set ``flag[0]`` to 1, either all or nothing."""
     fitting = [column.fitting(tensor) for column, tensor in zip(columns, values, strict=True)]
     sources = np.array([tensor.data_ptr() for tensor in fitting], np.int64)
     _write(Addresses.of(columns), rows, sources, index.counts, np.zeros(1, np.int64) if flag is None else flag)
@@ -74,16 +74,16 @@ def _erase(  # noqa: PLR0917  # compiled functions take positions only
 
 @compiled
 def keep_rows(counts: Any, rows: Any, marks: Any) -> None:
-    """Mark ``rows`` and publish what is claimed: all of it or nothing."""
+    """Mark ``rows`` and publish claims, either both or nothing."""
     mark_rows(rows, marks)
     counts[N_ROWS] = counts[N_CLAIMED]
 
 
 class Rows:
-    """Rows 0 to ``len - 1``: an id each, and one column a slot.
+    """Rows 0 to ``len - 1``, with one id each and one column per slot.
 
-    Claimed rows lie behind them, unseen until they are published. A change of published rows is one compiled call, so
-    an exception finds it not begun or done; slots on another device are restored.
+    Claimed rows follow, invisible until they are published. A change of published rows is one compiled call, so after
+    an exception it is either complete or not begun; slots on another device are restored.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Rows:
         initial: Mapping[str, float] | None = None,
     ) -> None:
         self.device = device
-        self.columns: Mapping[str, Column] = columns or {}  # replaced, never changed
+        self.columns: Mapping[str, Column] = columns or {}  # the mapping is replaced, never changed in place
         self.initial: dict[str, float] = dict(initial or {})
         self.ids = Column(_ID_SPEC, _CPU)
         self.index = IdIndex()
-        self.era = object()  # another one once all rows have been dropped or replaced: gradients end with it
-        self.most = 0  # rows there were before an erase, since they moved into the memory of now
+        self.era = object()  # replaced when all rows are dropped or replaced; gradients of an earlier era are ignored
+        self.most = 0  # the most rows before an erase since the memory was last shrunk
 
     def __len__(self) -> int:
         return len(self.index)
@@ -108,7 +108,7 @@ class Rows:
         return self.index.cells.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
 
     def is_still(self, version: int) -> bool:
-        """Return whether no row was renumbered since the index had this version."""
+        """Return whether no row has been renumbered since the index had this version."""
         return version % 2 == 0 and self.index.version == version
 
     def emptied(self) -> Rows:
@@ -121,14 +121,14 @@ class Rows:
         return twin
 
     def with_columns(self, device: torch.device, columns: Mapping[str, Column]) -> Rows:
-        """Return a copy with the same ids and these columns, in a new era."""
+        """Return a copy with the same ids and the given columns, in a new era."""
         twin = Rows(device, columns, self.initial)
         twin.ids, twin.index = self.ids.to(_CPU), self.index.copy()
         twin.index.settle()
         return twin
 
     def fitted(self) -> Rows:
-        """Return the same rows without spare memory; whole blocks are shared with this one."""
+        """Return the same rows without spare memory; whole blocks are shared with this object."""
         columns = {name: column.fitted(len(self)) for name, column in self.columns.items()}
         twin = Rows(self.device, columns, self.initial)
         twin.ids, twin.index, twin.era = self.ids.fitted(len(self)), self.index.fitted(), self.era
@@ -148,9 +148,9 @@ class Rows:
             column.reserve(n_rows)
 
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the row of each id and the new ids; new rows come last, in this order.
+        """Return the row of each id, and the new ids; new rows are numbered last, in this order.
 
-        They are unseen until :meth:`write` or the index publishes them; their slots are uninitialized.
+        New rows are invisible until :meth:`write` or the index publishes them; their slots are uninitialized.
         """
         at, new_ids = self.index.claim(ids)
         if len(new_ids):
@@ -159,14 +159,14 @@ class Rows:
         return at, new_ids
 
     def initialize(self, begin: int, end: int, without: frozenset[str] = frozenset()) -> None:
-        """Give unpublished rows [begin, end) the initial values of all slots but ``without``."""
+        """Set all slots but ``without`` of unpublished rows [begin, end) to their initial values."""
         for name, column in self.columns.items():
             if name not in without:
                 for piece in column.pieces(begin, end):
                     piece.fill_(self.initial[name])
 
     def put(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set distinct unpublished rows; threads may do this at once for different rows."""
+        """Set distinct unpublished rows; several threads may set different rows at once."""
         in_sequence = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
         for name, tensor in values.items():
             if in_sequence:
@@ -175,7 +175,7 @@ class Rows:
                 self.columns[name].scatter(rows, tensor)
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
-        """Set distinct ``rows``, publish claims, set ``flag[0]`` to 1: all of it or nothing."""
+        """Set distinct ``rows``, publish claims, and set ``flag[0]`` to 1, either all or nothing."""
         columns = [self.columns[name] for name in values]
         if self.device == _CPU:
             write_rows(self.index, rows, columns, list(values.values()), flag)
@@ -193,7 +193,7 @@ class Rows:
             raise
 
     def visit(self, rows: Int64s, visit: Visit) -> None:
-        """Count and stamp ``rows``, which may repeat, and publish claims: all of it or nothing."""
+        """Count and stamp ``rows``, which may repeat, and publish claims, either all or nothing."""
         if self.device == _CPU:
             counters = [self.columns[visit.counter]] if visit.counter else []
             stamped = [self.columns[name] for name in visit.stamps]
@@ -214,18 +214,18 @@ class Rows:
         self.write(different, values)
 
     def find_erasure(self, ids: Int64s) -> Erasure:
-        """Return how to drop those ids that are present; the last rows move into the gaps."""
+        """Return a plan to drop those of ``ids`` that are present; the last rows move into the gaps."""
         at = self.index.find(ids)
         rows = at[at >= 0]
         if 32 * len(rows) < len(self):
             rows = distinct(rows)
-        else:  # sorting many takes longer
+        else:  # for many rows a mask is faster than sorting
             is_one = np.zeros(len(self), np.bool_)
             is_one[rows] = True
             rows = np.flatnonzero(is_one)
         n_left = len(self) - len(rows)
         n_holes = int(np.searchsorted(rows, n_left))
-        stays = np.ones(len(rows), np.bool_)  # among the last rows, as many as go
+        stays = np.ones(len(rows), np.bool_)  # for the last len(rows) rows: whether each stays, and so moves
         stays[rows[n_holes:] - n_left] = False
         movers = n_left + np.flatnonzero(stays)
         gone, moved = self.ids.gather(rows).numpy(), self.ids.gather(movers).numpy()
@@ -239,12 +239,12 @@ class Rows:
             return
         before = [column.gather(erasure.holes) for column in slots]
         try:
-            begin_renumbering(self.index.counts)  # before the first row moves: else a look-up reads a row of another id
+            begin_renumbering(self.index.counts)  # before a row moves, or a look-up could read another id's row
             for column in slots:
                 column.scatter(erasure.holes, column.gather(erasure.movers))
             erase_rows(self.index, erasure, [self.ids])
         except BaseException:
-            if self.index.version % 2:  # begun and not done
+            if self.index.version % 2:  # the renumbering was begun but not completed
                 for column, old in zip(slots, before, strict=True):
                     column.scatter(erasure.holes, old)
                 self.index.settle()
@@ -252,7 +252,7 @@ class Rows:
 
 
 def last_occurrence(rows: Int64s) -> Int64s | None:
-    """Return the positions of the last of equal rows; None if all rows are distinct."""
+    """Return the position of the last occurrence of each distinct row; None if all rows are distinct."""
     _, last = np.unique(rows[::-1], return_index=True)
     if len(last) == len(rows):
         return None
@@ -261,7 +261,7 @@ def last_occurrence(rows: Int64s) -> Int64s | None:
 
 
 class Visit(NamedTuple):
-    """What a training look-up leaves in the rows: a counter slot ("" for none) and stamps, slot -> value."""
+    """What a training look-up writes to its rows: a counter slot ("" for none), and stamps (slot -> value)."""
 
     occurrences: Int64s
     counter: str

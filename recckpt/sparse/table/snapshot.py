@@ -1,7 +1,7 @@
-"""The rows of a table as they were at one moment, while training goes on changing them.
+"""Snapshots: the rows of a table as they were at one time, while training goes on changing the table.
 
-Before a row changes that a writer still needs, its old values are copied aside, once. Writers lay these copies over
-what they have read. So a snapshot costs nothing when it is taken, and only rows that change meanwhile are copied.
+Before training changes a row that a writer still needs, the row's old values are copied aside, once. Writers replace
+what they have read by these copies. So taking a snapshot costs nothing, and only rows that change later are copied.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-_PIECE_ROWS = 1 << 17  # ids read at a time: 1 MiB
-_ALL = np.zeros(0, np.uint8)  # bits, where all rows are needed
+_PIECE_ROWS = 1 << 17  # number of ids read at a time, 1 MiB
+_ALL = np.zeros(0, np.uint8)  # empty bits stand for "all rows are needed"
 
 
 class Log:
-    """Copies of rows on the CPU, in the order in which they were made; the memory serves one snapshot after another."""
+    """Copies of rows on the CPU, in the order of copying; the memory is reused by one snapshot after another."""
 
     def __init__(self, specs: Sequence[SlotSpec]) -> None:
-        self.specs = tuple(specs)  # what is copied of a row
+        self.specs = tuple(specs)  # the slots that are copied of each row
         self.columns = {spec.name: Column(spec, torch.device("cpu")) for spec in specs}
-        self.places = IdIndex()  # row -> place
+        self.places = IdIndex()  # row -> position of its copy
 
     def copy(self, rows: Int64s, columns: Mapping[str, Column], n_rows: int) -> None:
         begin = len(self.places)
         for name, column in self.columns.items():
-            # The first block as large as it can get: growing would copy it, and what is not touched costs nothing.
+            # Reserve a first block of full size: growing would copy it, and untouched memory costs nothing.
             column.reserve(max(begin + len(rows), min(n_rows, 1 << column.shift)))
             columns[name].copy_rows(rows, column, begin)
 
@@ -50,34 +50,34 @@ class Log:
 
 
 class PreImages:
-    """Columns at one moment: training copies rows aside before it writes; readers lay the copies over what they read.
+    """Columns at one time: training copies rows aside before it writes, and readers overlay these copies.
 
-    A reader takes the live values first and only then looks which of its rows were copied aside, so values that changed
-    while they were read are overwritten. Thread-safe. The log must be empty and have the same columns.
+    A reader first reads the live values and only then looks up which of its rows were copied aside, so values that
+    changed during the read are replaced. Thread-safe. The log must be empty and have the same columns.
     """
 
     def __init__(self, n_rows: int, columns: Mapping[str, Column], log: Log) -> None:
         self.n_kept = 0
         self._n_rows = n_rows
         self._open: tuple[dict[str, Column], Log] | None = {n: c.frozen() for n, c in columns.items()}, log
-        self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for the last time
-        self._needed = _ALL  # a bit a row, once not all are
+        self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # one bit per row: copied aside, or read for the last time
+        self._needed = _ALL  # one bit per row, or ``_ALL``
         self._failure: Exception | None = None
         self._lock = threading.Lock()
 
     def keep(self, rows: Int64s) -> None:
-        """Copy aside those of the distinct ``rows`` that are still needed; they are about to change."""
+        """Copy aside those of the distinct ``rows`` that are still needed. Called before these rows change."""
         with self._lock:
             if self._open is None:
                 return
             columns, log = self._open
             rows = unmarked_rows(rows, self._n_rows, self._marks, self._needed)
             try:
-                log.places.settle()  # what was claimed here before an interrupt
+                log.places.settle()  # undoes claims of an interrupted call
                 log.copy(rows, columns, self._n_rows)
                 log.places.claim(rows)
                 keep_rows(log.places.counts, rows, self._marks)
-            except MemoryError as error:  # the snapshot is lost, but training goes on
+            except MemoryError as error:  # give up the snapshot, so that training goes on
                 self._failure, self._open = error, None
             self.n_kept = len(log.places)
 
@@ -87,20 +87,20 @@ class PreImages:
                 self._failure, self._open = error, None
 
     def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of columns into one target each. After ``is_last`` they may change, and must not be read again.
+        """Copy some columns of rows to one target each. After ``is_last`` the rows may change; do not read them again.
 
-        RuntimeError if they were, or this is closed; MemoryError if copying aside failed; or what :meth:`fail` was
-        given.
+        Raises RuntimeError if they are read again or this object is closed, MemoryError if copying aside failed, or the
+        error passed to :meth:`fail`.
         """
         columns, _ = self._opened()
         for name, target in targets.items():
             columns[name].gather_into(rows, target)
-        with self._lock:  # what is not copied aside by now has not been written either
+        with self._lock:  # rows that are not copied aside by now had not changed when they were read
             _, log = self._opened()
             if not (is_last or len(log.places)):
                 return
             at = pick_marked(rows, self._marks, self._needed, is_last)
-            if len(at) == 0:  # as nearly always, where few rows change meanwhile
+            if len(at) == 0:  # the common case, if few rows change during a save
                 return
             places = log.places.find(rows[at].astype(np.int64))
             kept = {name: log.columns[name].frozen() for name in targets}
@@ -108,7 +108,7 @@ class PreImages:
             raise RuntimeError(f"row {rows[at[places.argmin()]]} of a snapshot is read for the second time")
         for name, target in targets.items():
             kept[name].lay_over(places, at, target)
-        self._opened()  # once this is closed, the memory of the log is another's
+        self._opened()  # raises if closed meanwhile, because another snapshot may reuse the memory of the log
 
     @property
     def is_on_cpu(self) -> bool:
@@ -116,7 +116,7 @@ class PreImages:
         return all(column.is_on_cpu for column in columns.values())
 
     def memory(self, name: str, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield the bytes of rows in place, which change as the table does."""
+        """Yield views of the live bytes of rows, which change as the table changes."""
         columns, _ = self._opened()
         columns[name].memory.check_unmoved()
         columns[name].wait_for_writes()
@@ -124,10 +124,10 @@ class PreImages:
             yield piece.reshape(-1).view(torch.uint8)
 
     def kept_among(self, begin: int, end: int) -> Int64s:
-        """Return which of the rows [begin, end) were copied aside; none may have been read for the last time."""
+        """Return which of the rows [begin, end) were copied aside. No row may have been read for the last time."""
         with self._lock:
             columns, log = self._opened()
-            for column in columns.values():  # what was read of them before
+            for column in columns.values():  # checks the memory that the caller has read
                 column.memory.check_unmoved()
             if not len(log.places):
                 return np.empty(0, np.int64)
@@ -135,12 +135,12 @@ class PreImages:
             return kept
 
     def narrow(self, bits: Bytes) -> None:
-        """From now on protect, and allow to read, only rows whose bit is 1. The bits must not change."""
+        """From now on protect, and allow to read, only rows whose bit is 1. The caller must not change the bits."""
         with self._lock:
             self._needed = bits
 
     def close(self) -> bool:
-        """Release all memory, and say whether there was any."""
+        """Release all memory; return whether this object was still open."""
         with self._lock:
             was_open, self._open = self._open is not None, None
         return was_open
@@ -149,7 +149,7 @@ class PreImages:
         self.read(rows, dict.fromkeys(self._opened()[0], target), is_last=False)
 
     def _opened(self) -> tuple[dict[str, Column], Log]:
-        """Raise what :meth:`fail` was given, or RuntimeError if this is closed."""
+        """Return columns and log. Raises the error passed to :meth:`fail`, or RuntimeError if this is closed."""
         if self._failure is not None:
             raise self._failure
         if self._open is None:
@@ -158,19 +158,19 @@ class PreImages:
 
 
 class RowIds(Protocol):
-    """The ids of rows: :class:`PreImages` of them, or ids that never change."""
+    """The ids of rows: a :class:`PreImages`, or ids that never change."""
 
     def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None: ...
 
 
 class Snapshot:
-    """Rows 0 to ``n_rows - 1`` of a table at the moment this is made.
+    """Rows 0 to ``n_rows - 1`` of a table at the time this snapshot is made.
 
-    Reading is thread-safe, also beside the one thread that changes the table and calls :meth:`keep` before it writes.
-    ``on_close`` is called once, when the log is free again.
+    Reading is thread-safe, also while one other thread changes the table, if it calls :meth:`keep` before it writes.
+    ``on_close`` is called once, when the log can be reused.
 
     Attributes:
-        in_place: the live slots; None if rows do not lie as they are read.
+        in_place: the live slots; None if rows are stored in another order than they are read.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Snapshot:
         return np.empty(0, np.int64)
 
     def keep(self, rows: Int64s, *, with_ids: bool) -> None:
-        """Copy aside distinct ``rows``, which are about to change or, ``with_ids``, to get other ids."""
+        """Copy aside distinct ``rows`` before they change or, ``with_ids``, before they get other ids."""
         for images in self._images if with_ids else self._images[:1]:
             images.keep(rows)
 
@@ -214,7 +214,7 @@ class Snapshot:
         self._ids.gather_into(rows, target)
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into one target each. After ``is_last`` they must not be read again, in any slot."""
+        """Copy some slots of rows to one target each. After ``is_last`` these rows must not be read again."""
         self._slots.read(rows, targets, is_last=is_last)
 
     def narrow(self, bits: Bytes) -> None:
@@ -226,7 +226,7 @@ class Snapshot:
             images.fail(error)
 
     def check(self) -> None:
-        """Raise what :meth:`fail` was given: some of what was read may be of another moment."""
+        """Raise the error passed to :meth:`fail`, if any: rows that were read may have been changed before."""
         self._slots._opened()
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class Snapshot:
 
 
 class SnapshotOver(Snapshot):
-    """A snapshot read through another one, ``rows``, whose memory it shares; subclasses say what differs."""
+    """A snapshot that reads through another one, ``rows``, and shares its memory; subclasses change how."""
 
     def __init__(self, rows: Snapshot) -> None:
         self.name, self.n_rows, self.slots, self._rows = rows.name, rows.n_rows, rows.slots, rows

@@ -1,4 +1,4 @@
-"""What savers take of a table: snapshots, and marks of what has changed."""
+"""The interface through which savers read a table: snapshots of its rows, and marks of changed rows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-_SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # memory of logs kept for the next: fresh memory is slow
+_SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # memory of logs kept for reuse, because fresh memory is slow
 
 
 class MarkSet:
-    """The changes since one moment: one bit per row, and the erased ids; or the fact that all rows were replaced."""
+    """Changes since a point in time: one bit per row and the erased ids, or the fact that all rows were replaced."""
 
     def __init__(self, *, is_replaced: bool) -> None:
         self.is_replaced = is_replaced
         self.bits = np.zeros(0, np.uint8)
-        self._is_shared = False  # the bits are those of a save, too, and change no more
-        self._count = np.zeros(1, np.int64)  # bits that are 1, all of them for existing rows
-        self.erased: list[Int64s] = []  # some may be there again: those have a row that is marked
+        self._is_shared = False  # True if a save uses the bits, too: then they are copied before a change
+        self._count = np.zeros(1, np.int64)  # number of bits that are 1, all of them for existing rows
+        self.erased: list[Int64s] = []  # some may have been added again; their new rows are marked
         self.n_erased = 0
 
     @property
@@ -46,10 +46,10 @@ class MarkSet:
             _mark(rows, self.bits, self._count)
 
     def erase(self, ids: Int64s, rows: Int64s, n_rows: int) -> None:
-        """Note ``ids`` and mark their ``rows`` before they are erased; should that fail, nothing is lost."""
+        """Note ``ids`` and mark their ``rows``. Called before the erase, so that nothing is lost if the erase fails."""
         if self.is_replaced:
             return
-        if 2 * (self.n_erased + len(ids)) > n_rows - len(ids):  # then all rows are hardly more
+        if 2 * (self.n_erased + len(ids)) > n_rows - len(ids):  # then writing all rows costs hardly more
             self.replace()
             return
         self.mark(rows, n_rows)
@@ -60,7 +60,7 @@ class MarkSet:
         self.n_erased += len(ids)
 
     def move(self, erasure: Erasure) -> None:
-        """Follow the rows that moved over erased ones, and clear the bits behind the last row."""
+        """Move the bits of rows that moved into gaps, and clear the bits behind the last row."""
         if not self.is_replaced:
             self._own()
             _move_marks(erasure.movers, erasure.holes, self.bits, self._count)
@@ -71,7 +71,7 @@ class MarkSet:
         self.bits, self.erased, self._count = np.zeros(0, np.uint8), [], np.zeros(1, np.int64)
 
     def share(self, n_rows: int) -> Bytes:
-        """Return a bit a row for ``n_rows`` rows; later changes go to a copy."""
+        """Return one bit per row for ``n_rows`` rows; later changes go to a copy of the bits."""
         self._reserve(n_rows)
         self._is_shared = True
         return self.bits
@@ -82,7 +82,7 @@ class MarkSet:
             self._is_shared = False
 
     def _reserve(self, n_rows: int) -> None:
-        n_bytes = 8 * -(-n_rows // 64)  # whole words
+        n_bytes = 8 * -(-n_rows // 64)  # padded to whole words
         if len(self.bits) < n_bytes:
             bits = np.zeros(max(n_bytes, 2 * len(self.bits)), np.uint8)
             bits[: len(self.bits)] = self.bits
@@ -96,14 +96,14 @@ class HasMarkSets(Protocol):
 
 
 def marked_rows(bits: Bytes, n_rows: int) -> Int64s:
-    """Return the rows below ``n_rows`` whose bit is 1; ``bits`` are those of :meth:`MarkSet.share`."""
+    """Return the rows below ``n_rows`` whose bit is 1; ``bits`` come from :meth:`MarkSet.share`."""
     rows: Int64s = _marked_rows(bits.view(np.uint64), n_rows)
     return rows
 
 
 @compiled
 def _mark(rows: Any, bits: Any, count: Any) -> None:
-    """Set bits and count them in one compiled call, which no exception interrupts, as the two functions below do."""
+    """Set bits and count them, in one compiled call so that no exception interrupts, as in the next two functions."""
     for i in range(len(rows)):
         if not is_marked(bits, rows[i]):
             bits[rows[i] >> 3] |= 1 << (rows[i] & 7)
@@ -120,7 +120,7 @@ def _unmark(rows: Any, bits: Any, count: Any) -> None:
 
 @compiled
 def _move_marks(movers: Any, holes: Any, bits: Any, count: Any) -> None:
-    """Move the bit of each mover to its hole."""
+    """Move each mover's bit to its hole."""
     for i in range(len(movers)):
         mover, hole = movers[i], holes[i]
         bit = is_marked(bits, mover)
@@ -161,12 +161,12 @@ class Ids(Protocol):
 
 
 class Store(ABC):
-    """Rows that change through one door, where snapshots copy and marks mark them first.
+    """Rows whose changes all go through the store, which first notifies snapshots and marks.
 
     Attributes:
         lock: hold it to change rows or to take a snapshot.
-        says_what_changes: whether marks get the rows that change; otherwise fingerprints find them.
-        audit: at every n-th save all marks are compared with fingerprints, at each save those of some rows. None if
+        says_what_changes: whether marks are notified of rows that change; otherwise fingerprints find those rows.
+        audit: n to compare all marks with fingerprints at every n-th save, and some rows' marks at each save. None if
             only recckpt writes the rows.
     """
 
@@ -191,7 +191,7 @@ class Store(ABC):
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """Slots of :attr:`saved_columns`, in the order of a file."""
+        """Slots of :attr:`saved_columns`, in file order."""
         return in_order(column.spec for column in self.saved_columns.values())
 
     def find(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -202,28 +202,28 @@ class Store(ABC):
         return np.where(here[rows] == ids, rows, -1) if len(here) else rows
 
     def mark_noted(self) -> None:
-        """Mark rows that were announced and are not marked yet; called before marks are read or dropped."""
+        """Mark rows whose changes were noted but not marked yet. Called before marks are read or dropped."""
         return
 
     def distrust(self) -> None:
-        """Expect changes without marks from now on."""
+        """From now on, do not rely on being notified of changes."""
         self.says_what_changes = False
 
     @abstractmethod
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return the rows as they are now, with all slots or some; they stay so while the table changes."""
+        """Return the current rows, with all or some slots; later changes of the table do not affect them."""
 
     @abstractmethod
     def track(self, marks: HasMarkSets) -> None: ...
 
 
 def in_order(slots: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
-    """Sort slots as a file has them: ``embedding`` first, the others by name."""
+    """Sort slots in file order: ``embedding`` first, the others by name."""
     return tuple(sorted(slots, key=lambda slot: (slot.name != EMBEDDING, slot.name)))
 
 
 class StoredTable(Protocol):
-    """A table with its rows in a :class:`Store`: ours, and live ones."""
+    """A table with its rows in a :class:`Store`: a HashTable or a live table."""
 
     name: str
 
@@ -236,12 +236,12 @@ def is_stored(table: object) -> TypeGuard[StoredTable]:
 
 
 class Observers:
-    """Snapshots and marks of one store, as long as somebody holds them. Used under the lock of the store."""
+    """Snapshots and marks of one store, held by weak references. Used under the lock of the store."""
 
     def __init__(self) -> None:
         self._snapshots: list[weakref.ref[Snapshot]] = []
         self._marks: list[weakref.ref[HasMarkSets]] = []
-        self._spare_logs: tuple[Log | None, Log] | None = None  # for ids, for slots
+        self._spare_logs: tuple[Log | None, Log] | None = None  # (for ids, for slots), to reuse
 
     @property
     def has_snapshot(self) -> bool:
@@ -254,13 +254,13 @@ class Observers:
     def snapshot(
         self, name: str, n_rows: int, ids: Column | RowIds, columns: Mapping[str, Column], slots: Collection[str] | None
     ) -> Snapshot:
-        """Return the first ``n_rows`` rows as they are now. ``ids`` are a column if they may change."""
+        """Return the first ``n_rows`` rows as they are now. Pass ``ids`` as a column if they may change."""
         names = sorted(columns, key=lambda slot: (slot != EMBEDDING, slot))
         columns = {slot: columns[slot] for slot in names if slots is None or slot in slots}
         specs = tuple(column.spec for column in columns.values())
         logs, self._spare_logs = self._spare_logs, None
         if logs is None or logs[1].specs != specs:
-            logs = (Log([ids.spec]) if isinstance(ids, Column) else None, Log(specs))  # ids apart: they seldom change
+            logs = (Log([ids.spec]) if isinstance(ids, Column) else None, Log(specs))  # ids apart: they rarely change
         on_close = partial(self._take_back, *logs)
         if isinstance(ids, Column):
             assert logs[0] is not None
@@ -273,9 +273,9 @@ class Observers:
         self._marks = [*(r for r in self._marks if r() is not None), weakref.ref(marks)]
 
     def announce(self, rows: Int64s, n_rows: int, *, with_ids: bool) -> None:
-        """Let snapshots copy, and marks mark, ``rows`` that change now; distinct rows if there is a snapshot.
+        """Before ``rows`` change, have snapshots copy and marks mark them; distinct rows if there is a snapshot.
 
-        ``n_rows`` is the size of the store; ``with_ids`` if the rows are about to get other ids.
+        ``n_rows`` is the size of the store. Pass ``with_ids`` if the rows are about to get other ids.
         """
         self.keep(rows, with_ids=with_ids)
         self.mark(rows, n_rows)
@@ -298,14 +298,14 @@ class Observers:
         return [some for reference in self._marks if (marks := reference()) is not None for some in marks.sets]
 
     def fail_snapshots(self, error: Exception) -> None:
-        """Raise this error in all further reads of snapshots: rows changed before they were copied aside."""
+        """Raise this error in all further reads of snapshots, because rows changed before they were copied aside."""
         for reference in self._snapshots:
             snapshot = reference()
             if snapshot is not None:
                 snapshot.fail(error)
 
     def forget_snapshots(self) -> None:
-        """Stop copying rows aside for the present snapshots."""
+        """Stop copying rows aside for the snapshots that exist now."""
         self._snapshots = []
 
     def _take_back(self, ids: Log | None, slots: Log) -> None:

@@ -1,4 +1,4 @@
-"""The hashtable embedding: an ``nn.Module`` that grows a row for every id it is trained on."""
+"""The hashtable embedding: an ``nn.Module`` that adds a row for every id that it is trained on."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Int64s = npt.NDArray[np.int64]
 _OTHER_DRAWS = (
-    "a look-up was made once more in a backward pass, and its initializer has drawn from torch's generator for the ids "
-    "that were new in the forward run: dropout and the like behind it draw other numbers this time; call the table "
-    "outside of torch.utils.checkpoint, or take an initializer of recckpt.sparse, which draws by id"
+    "a backward pass repeated a look-up, and the first time its initializer drew from torch's generator for ids that "
+    "were new: dropout and the like after the look-up draw other numbers in the repetition; call the table outside of "
+    "torch.utils.checkpoint, or use an initializer of recckpt.sparse, which draws by id"
 )
 
 
@@ -56,37 +56,37 @@ class HashTable(RowTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. ``state_dict()`` holds the table itself, under its name. Such a state dict can be
-    deep-copied (which copies the rows) and given to ``load_state_dict``; write it to disk by :class:`recckpt.Saver`,
-    not by pickle. Thread-safe (docs/architecture.md), not collective.
+    deep-copied (which copies the rows) and passed to ``load_state_dict``; write it to disk with :class:`recckpt.Saver`,
+    not with pickle. Thread-safe (docs/architecture.md), not collective.
 
     Args:
         embedding_shape: shape of one embedding, such as ``(64,)``; an int is short for one dimension.
         name: name in checkpoints, unique in a model, up to 1,024 bytes of UTF-8.
         dtype: float32, float16, bfloat16, float64, or an integer type.
-        device: where the slots live; ids and index are always on the CPU.
-        initializer: gives new rows their values: one of :mod:`recckpt.sparse.table.initializers`, or a callable like
+        device: device of the slots; ids and index are always on the CPU.
+        initializer: initial values of new rows: one of :mod:`recckpt.sparse.table.initializers`, or a callable like
             those of ``torch.nn.init``; None for ``Normal(std=1 / sqrt(values in a row))``, and for zeros in a table
-            of integers. ``Constant(0)`` asks for zeros.
+            of integers. ``Constant(0)`` gives zeros.
         slice: part of the id space that this table may hold; None for all of it.
-        padding_id: an id that fills up ids of shape ``[B, L]``: look-ups return zeros for it, or the row that
-            an ``insert`` or a load gave it; they do not insert, count or train it, and bags leave it out. It belongs to
-            this table, not to its checkpoints, like ``padding_idx`` of ``nn.Embedding``.
-        track: what training look-ups keep in scalar slots of the rows, some of ``"count"`` (slot ``count``),
+        padding_id: an id that pads ids of shape ``[B, L]``: look-ups return zeros for it, or the row that an
+            ``insert`` or a load gave it; they do not insert, count or train it, and bags leave it out. Like
+            ``padding_idx`` of ``nn.Embedding``, it belongs to this table, not to its checkpoints.
+        track: what training look-ups write to scalar slots of the rows, any of ``"count"`` (slot ``count``),
             ``"step"`` (``last_step``) and ``"time"`` (``last_time``); see docs/rows.md.
         admit: which unseen ids training look-ups insert: a policy of :mod:`recckpt.policies.admit`, or a callable
             ``(ids, step) -> mask``; None for all. Other ids read their initial values and get no gradients.
-        evict: policies of :mod:`recckpt.policies.evict`; a row goes during training if any of them evicts it.
+        evict: policies of :mod:`recckpt.policies.evict`; training drops a row if any of them evicts it.
         evict_every: number of steps in which all rows are examined once, some at each step; see docs/rows.md.
         budget_ms: if eviction takes longer in a step, one warning suggests an ``evict_every``; None for no warning.
-        on_evict: called as ``on_evict(name, ids)``, ids an int64 tensor, each time that rows were evicted, once they
-            have gone; in the thread of the look-up, which waits. What it raises is logged. See docs/rows.md.
+        on_evict: called as ``on_evict(name, ids)``, ids an int64 tensor, each time after rows were evicted, in the
+            thread of the look-up, which waits. An exception that it raises is logged. See docs/rows.md.
 
     Attributes:
-        name, dtype, padding_id: as they were given.
-        anchor: an empty parameter, which stands for the rows in ``model.parameters()``.
+        name, dtype, padding_id: the arguments.
+        anchor: an empty parameter, which represents the rows in ``model.parameters()``.
 
     Raises:
-        TypeError: ``admit`` is no policy, or ``on_evict`` no function.
+        TypeError: ``admit`` is not a policy, or ``on_evict`` is not a function.
         ValueError: another argument is invalid, or ``evict`` needs a slot that is not tracked.
     """
 
@@ -132,20 +132,20 @@ class HashTable(RowTable):
     def from_embedding(
         cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Unpack[TableOptions]
     ) -> Self:
-        """Return a table with the rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``, which trains on in the same way.
+        """Return a table with the rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``, which trains in the same way.
 
         ``padding_idx`` becomes ``padding_id``: its row is not trained, and bags leave it out. A frozen weight gives a
-        frozen table. A sharded table takes the rows that its rank owns.
+        frozen table. A sharded table copies the rows that its rank owns.
 
         Args:
-            module: its weight is copied.
+            module: the module whose weight is copied.
             name: name in checkpoints.
             ids: int64, one for each row; None for 0 to n - 1.
             options: further arguments of the table.
 
         Raises:
-            TypeError, ValueError: another module; one with options, hooks, parametrizations or a ``forward`` that
-                tables do not have; or ids that do not fit.
+            TypeError, ValueError: the module is of another kind, or has options, hooks, parametrizations or a
+                ``forward`` that tables do not support; or the ids do not fit.
         """
         own_ids, padding_id = ids_of_embedding(module, name, ids)
         weight = module.weight.detach()
@@ -160,13 +160,13 @@ class HashTable(RowTable):
     def forward(self, ids: Tensor, *, admit: bool | None = None) -> Tensor:
         """Return the embeddings of ``ids``.
 
-        In training mode unseen ids that are admitted are inserted with the initializer; the others read the same
-        values. In eval mode nothing is inserted, and an unseen id reads the initializer's constant, or zeros if the
+        In training mode, unseen ids that are admitted get rows; other unseen ids give the initializer's values without
+        a row. In eval mode nothing is inserted, and an unseen id gives the initializer's constant, or zeros if the
         initializer is random.
 
         Args:
             ids: int64 or int32, any shape.
-            admit: False neither inserts nor counts in training mode; an unseen id reads as in eval mode. True inserts
+            admit: False neither inserts nor counts in training mode, and unseen ids read as in eval mode. True inserts
                 and counts in training mode, also in a frozen table. None means True unless the table is frozen.
 
         Returns:
@@ -174,7 +174,7 @@ class HashTable(RowTable):
             an id that occurs several times add up.
 
         Raises:
-            ValueError: an unseen id lies outside the slice of this table, or there are more ids than its capacity.
+            ValueError: an unseen id is outside the slice of this table, or there are more ids than its capacity.
         """
         flat, is_inserting = flat_ids(ids, as_asked=True), inserts(self, admit)
         if is_inserting:
@@ -207,16 +207,16 @@ class HashTable(RowTable):
         Note that ``nn.EmbeddingBag`` defaults to ``mode="mean"``.
 
         Args:
-            ids: int64 or int32. With two dimensions each row is a bag; with one, ``offsets`` or ``lengths`` say where
-                bags end. Or a nested tensor of the layout ``torch.jagged``, or any object with ``values()``,
-                ``lengths()`` and ``offsets()``, such as TorchRec's ``JaggedTensor``, whose weights are used too. Hash
-                strings with :func:`recckpt.sparse.hash_ids`.
+            ids: int64 or int32. With two dimensions each row is a bag; with one, ``offsets`` or ``lengths`` delimit the
+                bags. Or a nested tensor of the layout ``torch.jagged``, or any object with ``values()``, ``lengths()``
+                and ``offsets()``, such as TorchRec's ``JaggedTensor``, whose weights are used too. Hash strings with
+                :func:`recckpt.sparse.hash_ids`.
             offsets: where each bag begins, the first at 0.
             lengths: how many ids each bag has.
             mode: ``"sum"``, ``"mean"`` or ``"max"``.
             weights: for ``"sum"``: one factor for each id, in the dtype of the table; differentiable.
-            padding_id: an id that is not pooled, not counted by ``"mean"``, and gets no row; None for that of the
-                table.
+            padding_id: an id that is neither pooled nor counted by ``"mean"``, and gets no row; None for the table's
+                ``padding_id``.
             include_last_offset: whether ``offsets`` ends with the number of ids, as an extra item.
             admit: as in a call of the table.
 
@@ -238,13 +238,13 @@ class HashTable(RowTable):
     def evict(self, *policies: Policy) -> int:
         """Drop all rows that any of these policies evicts now, and return how many. Collective with a capacity.
 
-        An id that comes back starts again. The row of ``padding_id`` stays.
+        An evicted id that is looked up again gets a new row. The row of ``padding_id`` stays.
 
         Args:
-            policies: of :mod:`recckpt.policies.evict`.
+            policies: policies of :mod:`recckpt.policies.evict`.
 
         Raises:
-            ValueError: something is no policy, or needs a slot that the table does not have. Nothing has changed.
+            ValueError: an argument is not a policy, or needs a slot that the table lacks. Nothing has changed.
         """
         self._refuse_shown("evict()")
         return self.eviction.evict(self, policies)
@@ -256,12 +256,12 @@ class HashTable(RowTable):
 
     @property
     def n_evicted(self) -> int:
-        """Rows that policies have evicted since the table was made, on this rank."""
+        """Number of rows that policies have evicted since the table was made, on this rank."""
         return self.eviction.n_evicted
 
     @property
     def admit(self) -> Admit | None:
-        """The policy that says which ids get rows; None where all do."""
+        """The policy that decides which ids get rows; None if all ids do."""
         return None if self.admission is None else self.admission.policy
 
     @property
@@ -277,7 +277,7 @@ class HashTable(RowTable):
 
 
 def inserts(table: RowTable, admit: bool | None) -> bool:
-    """Return whether a training look-up inserts and counts; by default if the table is not frozen."""
+    """Return whether a training look-up inserts and counts; by default only if the table is not frozen."""
     return table.is_trained and (table.requires_grad if admit is None else flag("admit", admit))
 
 
@@ -289,8 +289,8 @@ def counts_occurrences(table: RowTable) -> bool:
 def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:
     """Return embeddings as a call of the table does, without a graph, and the positions of ids with rows; None for all.
 
-    Without ``occurrences`` each id counts once. Padding is not inserted or counted, and counts as an id without a row:
-    only ids with rows get gradients.
+    Without ``occurrences`` each id counts once. The padding id is neither inserted nor counted, and is treated as an id
+    without a row: only ids with rows get gradients.
     """
     if table.padding_id is not None and len(places := np.flatnonzero(ids != table.padding_id)) < len(ids):
         of_others = None if occurrences is None else occurrences[places]
@@ -318,12 +318,12 @@ def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Ten
     capacity = table.eviction.plan.capacity
     if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
         raise ValueError(
-            f"table {table.name!r}: found a look-up of {n_ids} different ids, expected at most those that "
-            f"{capacity} holds: give a larger n, or smaller batches"
+            f"table {table.name!r}: found a look-up of {n_ids} distinct ids, expected at most as many as "
+            f"{capacity} allows: use a larger n, or smaller batches"
         )
     read, first = embedding_reader(table), partial(first_embeddings, table)
     if table.tracking.names and occurrences is not None:
-        with table.store.lock:  # an event time may come meanwhile
+        with table.store.lock:  # another thread may set an event time
             return table.store.visit(ids, table.tracking.visit(occurrences), read, first)
     return table.store.look_up_or_add(ids, read, first)
 
@@ -331,8 +331,8 @@ def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Ten
 def _fetched_again(table: RowTable, ids: Int64s) -> Fetched | None:
     """Return what a training look-up of these ids read before the backward pass, and which of them had rows.
 
-    That look-up has done all counting, dating and inserting. None if this cannot be its recomputation, since an id has
-    no row in a table where all get one.
+    The first look-up has done all counting, dating and inserting. Return None if this cannot be its repetition, because
+    an id has no row although the table gives every id one.
     """
     if TorchInitializer in {type(table.initializer), type(getattr(table.initializer, "otherwise", None))}:
         warn_once(table, "recomputation", _OTHER_DRAWS)

@@ -1,20 +1,20 @@
-"""Which rows have changed since the base of a saver: the checkpoint that its next delta stands on.
+"""Tracks which rows have changed since the base of a saver: the checkpoint that its next delta builds on.
 
 A saver that writes deltas keeps one ``Tracker``. On each rank, at each save::
 
-    frozen = [tracker.freeze(table) for table in tables]     # the moment of the save; training may go on
+    frozen = [tracker.freeze(table) for table in tables]     # the rows at this time; training may continue
     replaced = [some.is_replaced(base) for some in frozen]   # the ranks agree: replaced on one is replaced on all;
                                                              # some.n_changed helps to choose delta or full
     sources = [some.snapshot or some.delta(base) ...]        # all rows, or the changed ones; close them as usual
-    frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else the save
-    frozen[i].failed()                                       # ends, an ephemeral commit included: the base stays
+    frozen[i].committed(save_id)                             # if the checkpoint becomes the base; otherwise, also after
+    frozen[i].failed()                                       # an ephemeral commit, this: the base stays
 
-After a full restore call ``tracker.begin(table, save_id)``. A save that never ends has failed; a table whose base is
-not known is replaced. A table without a tracker marks nothing. Thread-safe, but never call it in the middle of a change
-in the same thread, as a signal handler might.
+After a full restore call ``tracker.begin(table, save_id)``. A save that never ends counts as failed; a table without a
+known base counts as replaced. A table without a tracker marks nothing. Thread-safe, but a change of a table must not
+call the tracker in its own thread, as a signal handler might.
 
-Marks of rows that other code writes are compared with fingerprints: of some rows at each save, of all now and then. So
-a write past the marks is found after a bounded number of saves.
+If other code writes rows, marks are compared with fingerprints: those of some rows at each save, and of all rows at
+intervals. So a write that was not marked is found after a bounded number of saves.
 """
 
 from __future__ import annotations
@@ -37,55 +37,54 @@ from recckpt.types import SlotSpec
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 log = logging.getLogger("recckpt")
-_NAMED = 5  # ids in a message
+_NAMED = 5  # number of ids that a message lists
 _WARNING = (
     "table %r: found %s rows that changed and were not marked, such as %s: code writes these rows where no hook sees "
     "it, such as weight.data[i] = x. Deltas before this save may lack these changes. This save and the next hold all "
-    "rows; later saves find changes by fingerprints, for which training waits until the rows are copied. Write to the "
-    "weight itself, under torch.no_grad(), or give live_tables what writes to it, or marks='fingerprints'"
+    "rows; later saves find changes by fingerprints, and training waits until the rows are copied. Write to the weight "
+    "itself, under torch.no_grad(), or give live_tables the optimizer that does, or marks='fingerprints'"
 )
-# A save looks at this part of the rows of a table, but at no more than so many bytes, and so many rows for each that it
+# Each save checks this share of a table's rows, but at most this many bytes, plus this many rows for each row that it
 # writes: about 3 % of the processor time of a delta.
 _PART, _FIRST_BYTES, _ROWS_A_CHANGE = 1 / 64, 1 << 20, 1 / 4
-_N_REPLACED = 2  # full saves in a row without marks; after these nothing is compared until there are marks
+_N_REPLACED = 2  # after this many full saves in a row without marks, nothing is compared until there are marks
 Freeze = Callable[[StoredTable, Collection[str] | None], FrozenRows]
 
 
 class _Then(NamedTuple):
-    """The fingerprint of each row at the last save that computed it, and the rows that were marked since.
+    """The last computed fingerprint of each row, and which rows were marked since.
 
-    Four bytes per fingerprint suffice, because the check need only notice that some rows changed without a mark.
+    Four bytes per fingerprint suffice, because the check need only detect that some rows changed without a mark.
     """
 
     slots: tuple[SlotSpec, ...]
     prints: npt.NDArray[np.uint32]
-    marked: Bytes  # one bit per row, in whole words of 8 bytes
-    next_row: int  # index of the next row to check
+    marked: Bytes  # one bit per row, padded to words of 8 bytes
+    next_row: int  # the next row to check
 
     def share(self, n_changed: int) -> tuple[int, int]:
         n_rows, row_bytes = len(self.prints), sum(spec.row_bytes for spec in self.slots)
         n_first = _FIRST_BYTES / max(1, row_bytes)
         n = max(n_first, min(n_rows * _PART, n_first + n_changed * _ROWS_A_CHANGE))
-        return self.next_row, min(n_rows, self.next_row + 64 * (1 + int(n) // 64))  # in whole words of bits
+        return self.next_row, min(n_rows, self.next_row + 64 * (1 + int(n) // 64))  # whole words of bits
 
 
 class AuditedMarks(SaverMarks):
     """Marks of one store for one saver; each save compares some of them with fingerprints.
 
-    If a row changed without a mark, marks are no longer used, and fingerprints find the changes. The save that finds
-    such a row holds all rows. The next save does too, because the unseen writer may have written while the rows were
-    read. If ``every`` is not 0, the save that finds such a row fails instead, and every ``every``-th save checks all
-    rows.
+    If a row changed without a mark, fingerprints replace the marks from then on. The save that finds such a row holds
+    all rows. The next save does too, because the unknown writer may have written while the rows were read. If ``every``
+    is not 0, the save that finds such a row fails instead, and every ``every``-th save checks all rows.
     """
 
     def __init__(self, store: Store, every: int) -> None:
         self.store = weakref.ref(store)
-        self._marks: SaverMarks = Marks(store)  # until they have missed a row
+        self._marks: SaverMarks = Marks(store)  # replaced by PrintMarks once they have missed a row
         self._every, self._n_saves, self._n_replaced = every, 0, 0
         self._then: _Then | None = None
 
     def begin(self, base: str) -> None:
-        """Start marking; reads all rows."""
+        """Start marking: read all rows and compute their fingerprints."""
         self._marks.begin(base)
         store = self.store()
         if store is not None and isinstance(self._marks, Marks):
@@ -100,7 +99,7 @@ class AuditedMarks(SaverMarks):
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows at this moment. A near save compares no fingerprints and leaves the marks unchanged."""
+        """Return the current rows. A near save (``keeps_marks``) compares no fingerprints and changes no marks."""
         frozen = self._marks.freeze(store, name, slots, keeps_marks=keeps_marks)
         if keeps_marks or not isinstance(frozen, Frozen):
             return frozen
@@ -115,12 +114,12 @@ class AuditedMarks(SaverMarks):
         )
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
-        """Start from a base; the next save looks at all rows."""
+        """Start from a base; the next save checks all rows."""
         self._then = None
         return self._marks.resume(base, changed, deleted)
 
     def _committed(self, before: _Then | None, then: _Then | None) -> None:
-        if self._then is before:  # else it counts from a restore by now
+        if self._then is before:  # false if a restore has replaced it meanwhile
             self._then = then
 
     def _distrust(self) -> None:
@@ -133,9 +132,9 @@ class AuditedMarks(SaverMarks):
 class AuditedFrozen(FrozenRows):
     """Frozen rows with marks; while the rows are read, some marks are compared with fingerprints.
 
-    ``then`` has the fingerprints at the previous commit, if known. ``committed`` is called with the fingerprints before
-    and after this save, ``distrust`` if a row changed without a mark. With ``is_whole`` all rows are checked; with
-    ``is_strict`` the save fails if a row changed without a mark.
+    ``then`` has the fingerprints of the previous commit, if known. ``committed`` is called with the fingerprints before
+    and after this save, ``distrust`` if a row changed without a mark. ``is_whole`` checks all rows; ``is_strict`` makes
+    the save fail if a row changed without a mark.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class AuditedFrozen(FrozenRows):
     def changed_since(self, base: str) -> Bytes:
         """Return one bit per row, 1 if the row is marked; all bits are 1 if a row changed without a mark."""
         self.check_base(base)
-        _ = self.snapshot.prints  # before rows other than those that changed are released
+        _ = self.snapshot.prints  # checks fingerprints before unchanged rows are released
         bits = self._frozen.bits
         return np.full_like(bits, 255) if self._has_missed else bits
 
@@ -210,7 +209,7 @@ def _then(slots: tuple[SlotSpec, ...], prints: npt.NDArray[np.uint64]) -> _Then:
 
 
 class Tracker:
-    """Tracks changes of all tables for one saver; the trackers of several savers are independent."""
+    """Tracks changes of all tables for one saver; trackers of different savers are independent."""
 
     def __init__(self) -> None:
         self._marks: dict[str, SaverMarks] = {}
@@ -221,19 +220,19 @@ class Tracker:
     def freeze(
         self, table: StoredTable, slots: Collection[str] | None = None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows at this moment, with some slots or all, and which rows have changed since the base.
+        """Return the current rows, with all or some slots, and which of them have changed since the base.
 
-        With ``keeps_marks``, for near saves, the base and the marks do not change, however the save ends.
+        With ``keeps_marks``, for near saves, neither base nor marks change, whether the save commits or fails.
         """
         return self._of(table).freeze(table.store, table.name, slots, keeps_marks=keeps_marks)
 
     def resume(self, table: StoredTable, base: str, changed: Int64s, deleted: Int64s) -> None:
-        """Start marking from a checkpoint, which the table equals but for these changed (or new) and deleted ids."""
+        """Start marking from a checkpoint that equals the table except for these changed, new and deleted ids."""
         if not self._of(table).resume(base, changed, deleted):
             self.forget(table)
 
     def forget(self, table: StoredTable) -> None:
-        """Drop the base: the next save holds all rows of the table."""
+        """Drop the base, so that the next save holds all rows of the table."""
         self._marks.pop(table.name, None)
 
     def is_unchanged(self, table: StoredTable, base: str) -> bool:
@@ -241,7 +240,7 @@ class Tracker:
 
     def _of(self, table: StoredTable) -> SaverMarks:
         marks = self._marks.get(table.name)
-        if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
+        if marks is None or marks.store() is not table.store:  # the table was copied, moved or replaced
             marks = self._marks[table.name] = _marks_of(table.store)
         return marks
 

@@ -435,7 +435,7 @@ def failures(size, look_up, after=None):
         ({"a": [1, 2], "b": ids_of()}, "ids for 'a': found list, expected an int64 tensor"),
         (
             {"a": ids_of(1)},
-            "found ids for ['a'], expected for ['a', 'b']: for a table without ids, give an empty tensor",
+            "found ids for ['a'], expected for ['a', 'b']: for a table without ids, pass an empty tensor",
         ),
         ({"a": ids_of(1), "b": ids_of(), "c": ids_of()}, "found ids for ['a', 'b', 'c'], expected for ['a', 'b']"),
         (None, "found ids for [], expected for ['a', 'b']"),

@@ -494,7 +494,7 @@ def test_where_more_rows_come_than_go_part_by_part_a_step_looks_at_all_and_says_
 def test_a_look_up_of_more_ids_than_a_capacity_is_refused_before_a_row_is_added():
     table = table_of(evict=Capacity(10), evict_every=1)
     table(torch.zeros(100, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"'t': found a look-up of 11 different ids, expected .* Capacity\(n=10"):
+    with pytest.raises(ValueError, match=r"'t': found a look-up of 11 distinct ids, expected .* Capacity\(n=10"):
         table(torch.arange(11))
     assert ids_of(table) == [0]
     assert len(table.eval()(torch.arange(11))) == 11
