@@ -1,6 +1,6 @@
 """Tables of other libraries, saved and restored in their own memory: ``live_tables`` finds them in a model.
 
-``live_tables`` itself is in ``manager/attach.py``, because it imports the adapters.
+The function ``live_tables`` is in ``manager/attach.py``, because it imports the adapters.
 """
 
 from __future__ import annotations

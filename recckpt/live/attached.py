@@ -24,13 +24,13 @@ from recckpt.sparse.table.store import Store, in_order
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, LiveTable, RowShare, SlotSpec, WatchedTable, check_table_name
 
-FINGERPRINTS = "fingerprints"  # of all rows, at each save
+FINGERPRINTS = "fingerprints"  # of all rows, computed at each save
 OWN = "own"
-HOOKED = "its optimizer has step hooks of other code, which may write any row"  # why FINGERPRINTS
+HOOKED = "its optimizer has step hooks of other code, which may write any row"  # a reason for FINGERPRINTS
 Int64s = npt.NDArray[np.int64]
-# Takes collections with the keys of their live tables in their state dicts, a model, and its dense state by name.
+# Arguments: collections -> keys of their live tables in their state dicts; a model; its dense state by name.
 LoadAround = Callable[[Mapping[nn.Module, Set[str]], nn.Module, Mapping[str, Any]], None]
-_PIECE_ROWS = 1 << 17  # that are given first values at a time
+_PIECE_ROWS = 1 << 17  # number of rows that are reset at a time
 
 
 def is_a(obj: object, module: str, *names: str) -> bool:
@@ -38,7 +38,7 @@ def is_a(obj: object, module: str, *names: str) -> bool:
 
 
 class LiveTarget(LoadTarget):
-    """Loads into a live table: all its rows exist already, and those that a checkpoint lacks stay unchanged."""
+    """Loads into a live table. All its rows exist already; rows that a checkpoint lacks stay unchanged."""
 
     takes_slots = True
 
@@ -48,7 +48,7 @@ class LiveTarget(LoadTarget):
 
     def begin(self) -> None:
         self._attached.prepare()
-        self._attached.rows.wait()  # a load writes in streams of its own threads
+        self._attached.rows.wait()  # the load's threads write in CUDA streams of their own
         first, end = self._attached.rows.box.rows
         self.was_empty = first == end
         self.is_read_only = any(map(is_read_only, self._attached.live.tensors().values()))
@@ -58,7 +58,7 @@ class LiveTarget(LoadTarget):
         return IdSpan.of_rows(*self._attached.rows.box.rows, self._attached.live.n_rows)
 
     def placed(self, ids: Int64s) -> Int64s | None:
-        """Return the positions of ids that have a row; None for all."""
+        """Return the positions of ids that have a row; None if all have one."""
         has_row = (ids >= 0) & (ids < self._attached.live.n_rows)
         return None if has_row.all() else np.flatnonzero(has_row)
 
@@ -68,12 +68,12 @@ class LiveTarget(LoadTarget):
         if least < 0 or greatest >= n_rows:
             raise LiveTableError(
                 f"table {self.table.name!r}: found ids from {least} to {greatest}, expected ids from 0 to "
-                f"{n_rows - 1}: make the table larger, or drop those without a row by 'on_mismatch': 'resize' in "
+                f"{n_rows - 1}: make the table larger, or drop ids without a row with 'on_mismatch': 'resize' in "
                 "load_conf"
             )
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Keep the rows, which are overwritten or stay; reset optimizer slots to their first values."""
+        """Reset ``fresh`` optimizer slots to their initial values. Rows stay until the load overwrites them."""
         store = self._attached.rows
         n_rows = store.box.rows[1] - store.box.rows[0]
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
@@ -88,14 +88,14 @@ class LiveTarget(LoadTarget):
         return self.write_present(ids, values)
 
     def write_present(self, ids: Int64s, values: Values) -> int:
-        """Write slots of rows in place; rows in read-only memory were checked to be the same."""
+        """Write slots of rows in place. Rows in read-only memory are skipped: ``check_same`` has compared them."""
         if not self.is_read_only:
             rows, values = self._fitted(ids, values)
             self._attached.rows.write(rows, values)
         return len(ids)
 
     def check_same(self, ids: Int64s, values: Values) -> None:
-        """Raise LiveTableError for rows that differ from those in read-only memory."""
+        """Raise LiveTableError for rows that differ from the table's read-only memory."""
         rows, values = self._fitted(ids, values)
         for name, tensor in self._attached.live.tensors().items():
             if name in values and not torch.equal(tensor[torch.from_numpy(rows)].to(values[name].dtype), values[name]):
@@ -107,31 +107,31 @@ class LiveTarget(LoadTarget):
     def _fitted(self, ids: Int64s, values: Values) -> tuple[Int64s, Values]:
         store = self._attached.rows
         rows = ids - store.box.rows[0]
-        if store.box.columns:  # of whole rows, what this rank has
+        if store.box.columns:  # values have all columns of a row: keep the columns of this rank
             part, (begin, end) = store.box.part, store.box.columns[store.box.part]
             has_columns = {name: bool(store.columns[name].spec.shape) for name in values}
             values = {name: each[:, begin:end] if has_columns[name] else each[:, part] for name, each in values.items()}
         return rows, fitted_to(store.columns, rows, values)
 
     def erase(self, ids: Int64s) -> None:
-        """Do nothing: a live table always has all its rows."""
+        """Do nothing, because a live table always has all its rows."""
 
     def finish(self, *, drops: bool = False) -> int:
-        """Notify the owner, and record the present versions: the load must not count as an unannounced change."""
+        """Notify the owner, and record the current versions: the load must not count as an unannounced write."""
         self._attached.rows.wait()
         self._attached.live.finish({}, {})
         self._attached.look()
         return 0
 
     def undo(self, *, is_cleared: bool) -> None:
-        """Do nothing: the previous values are gone."""
+        """Do nothing, because the previous values are overwritten."""
 
 
 class AttachedTable:
-    """A live table whose changes are announced as long as this is referenced and not closed.
+    """A live table whose changes are recorded as long as this object is referenced and not closed.
 
-    ``rows`` is the store of the rows. ``is_by_id`` says whether ids are added and evicted; otherwise all rows are
-    always present and the row index is the id. ``target_type`` is the class that fills the table in a load.
+    ``rows`` is the store of the rows. ``is_by_id`` says whether ids are added and evicted; otherwise all rows exist
+    from the start and the row number is the id. ``target_type`` is the class that fills the table in a load.
     ``most_ids`` is the number of ids that fit on all ranks, None if ids without room are dropped. ``says_what_changes``
     and ``audit`` are as for :class:`LiveStore`.
     """
@@ -145,8 +145,8 @@ class AttachedTable:
         self.name, self.live = check_table_name(live.name), live
         self.most_ids: int | None = live.n_rows
         self.rows = LiveStore(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
-        # Not at the end of this object, which may come in the middle of a step: hooks cannot be removed while they are
-        # called. Those without a door do nothing.
+        # Hooks are removed in close(), not when this object is deleted: that may happen during a step, and hooks cannot
+        # be removed while they are called. Hooks without a door do nothing.
         self._detach = live.attach(self.rows)
         self._is_closed = False
 
@@ -155,7 +155,7 @@ class AttachedTable:
         return self.rows
 
     def close(self) -> None:
-        """Stop the announcements; the table can no longer be saved or loaded."""
+        """Remove the hooks; the table can no longer be saved or loaded."""
         if not self._is_closed:
             self._is_closed = True
             self._detach()
@@ -163,7 +163,7 @@ class AttachedTable:
     def prepare(self) -> None:
         """Bring the memory up to date before it is read or written, in the thread that calls the saver.
 
-        LiveTableError if this object is closed, or the table cannot be read now.
+        Raises LiveTableError if this object is closed, or if the table cannot be read now.
         """
         if self._is_closed:
             raise LiveTableError(
@@ -173,12 +173,12 @@ class AttachedTable:
         self.live.prepare()
 
     def look(self) -> None:
-        """Check for unannounced writes; if there were any, mark all rows as changed and fail open snapshots."""
+        """Check for unannounced writes; after any, mark all rows as changed and fail open snapshots."""
         if isinstance(self.live, WatchedTable):
             self.live.look()
 
     def source(self, rows: Snapshot) -> TableSource:
-        """Return the source of rows that a save writes, made from the snapshot that the save has taken."""
+        """Return the source of the rows that a save writes, given the snapshot that the save has taken."""
         return rows
 
     @property
@@ -192,7 +192,7 @@ class AttachedTable:
 
     @property
     def specs(self) -> tuple[SlotSpec, ...]:
-        """The slots of a whole row, as in a checkpoint, in the order they have there."""
+        """The slots of a whole row, in the order of a checkpoint."""
         specs = [whole_spec(column.spec, self.rows.box) for column in self.rows.saved_columns.values()]
         return in_order(specs)
 
@@ -203,7 +203,7 @@ class AttachedTable:
         return self.store.ids.to_tensor(len(self))
 
     def has_all_of(self, n_rows: int) -> bool:
-        """Return whether loading a checkpoint of ``n_rows`` rows replaces every row of the table."""
+        """Return whether loading a checkpoint with ``n_rows`` rows replaces every row of the table."""
         return n_rows == self.live.n_rows
 
     def embeddings(self) -> Tensor:
@@ -217,7 +217,7 @@ class AttachedTable:
         self.write(ids, {EMBEDDING: embeddings, **(slots or {})})
 
     def write(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write slots of the rows of distinct ids in place; LiveTableError if one is not on this rank. Thread-safe."""
+        """Write slots of distinct ids' rows in place. Raises LiveTableError for a row of another rank. Thread-safe."""
         self.rows.write(ids.numpy() - self.rows.box.rows[0], values)
 
     def clear(self) -> None:
@@ -227,39 +227,39 @@ class AttachedTable:
 
 @dataclass(frozen=True)
 class FoundTable:
-    live: LiveTable  # the table
-    path: str  # of its module
-    kind: str  # of module
-    keys: tuple[str, ...]  # of its weight in the state dict of the model
-    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that presently hold its rows
-    # how changes are noticed: ``"gradient"`` in the optimizer's step, ``"backward"`` in a kernel's step, ``OWN``
-    # by an adapter's announcements, or ``FINGERPRINTS`` by looking at all rows at a save
+    live: LiveTable
+    path: str  # path of its module
+    kind: str  # kind of module
+    keys: tuple[str, ...]  # keys of its weight in the state dict of the model
+    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that hold its rows now
+    # how changes are detected: ``"gradient"`` in the optimizer's step, ``"backward"`` in a kernel's step, ``OWN``
+    # by an adapter's announcements, or ``FINGERPRINTS`` by reading all rows at a save
     marks: str
-    is_announced: bool  # whether all changes of rows are announced; else training waits while they are copied
-    optimizer: Optimizer | None = None  # that trains it; None if it is frozen, or updates itself
+    is_announced: bool  # whether all changes of rows are announced; otherwise training waits while rows are copied
+    optimizer: Optimizer | None = None  # trains the table; None if it is frozen, or updates itself
     why: str | None = None  # why ``marks`` is not the best kind; None if it is
-    is_tensor: bool = True  # whether the keys name the tensor of its rows, not one around it or pieces of it
-    # sharded collection that has this table and loads all its tables or fails; None if there is none
+    is_tensor: bool = True  # whether ``keys`` name exactly the tensor of its rows, not a larger or smaller tensor
+    # sharded collection that contains this table, and loads all its tables or fails; None if there is none
     collection: nn.Module | None = None
-    load_around: LoadAround | None = None  # loads a model without touching such collections' live tables
+    load_around: LoadAround | None = None  # loads a model without touching live tables of sharded collections
     # names of the dense tensor with its rows in a checkpoint without live tables
     tensors: tuple[str, ...] = ()
-    companions: tuple[FoundTable, ...] = ()  # tables of other rows of the same memory
-    attached: type[AttachedTable] = AttachedTable  # what it is to a saver
+    companions: tuple[FoundTable, ...] = ()  # tables of other rows in the same memory
+    attached: type[AttachedTable] = AttachedTable  # class of the table as a saver sees it
 
 
 @dataclass(frozen=True)
 class Candidate:
-    path: str  # of its module, as in ``names`` and ``exclude``
-    name: str  # of the table, unless ``names`` gives another
+    path: str  # path of its module, as in ``names`` and ``exclude``
+    name: str  # name of the table, unless ``names`` gives another
     n_rows: int  # over all ranks
-    make: Callable[[str], FoundTable]  # makes the table of this name; LiveTableError says why it stays dense
-    together: str | None = None  # module whose tables are one tensor, so that all or none of them are live
+    make: Callable[[str], FoundTable]  # makes the table with this name, or raises LiveTableError if it stays dense
+    together: str | None = None  # module whose tables share one tensor: all of them are live, or none
     module: nn.Module | None = None  # torch's embedding; None for other kinds
 
 
 def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
-    """Return the tables with the requested ``marks``; TypeError or ValueError for unknown marks or tables."""
+    """Return the tables with the requested ``marks``. Raises TypeError or ValueError for unknown marks or tables."""
     if not isinstance(marks, str | Mapping):
         expected = f"'auto' or {FINGERPRINTS!r}, or a dict, name of a table -> one of them"
         raise TypeError(f"marks must be {expected}, found {marks!r:.200}")

@@ -1,4 +1,4 @@
-"""Which rows and columns of a table each rank has, and whether all ranks together have the whole table."""
+"""Which rows and columns of a table each rank has (its box), and whether all ranks together have the whole table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from recckpt.types import EMBEDDING, Box, Door, SlotSpec
 
 
 def reshard(model: nn.Module) -> None:
-    """Make FSDP2 reshard parameters that it left gathered after a forward pass."""
+    """Make FSDP2 reshard the parameters that a forward pass has left gathered."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if hasattr(fsdp, "FSDPModule") else ():
-        if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]  # it has the class, as looked for above
+        if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]  # hasattr above found the class
             module.reshard()
 
 
@@ -33,34 +33,34 @@ def why_not_by_rows(weight: Any) -> str | None:
     text = ", ".join(map(repr, placements))
     for kind in placements:
         if kind.is_shard() and kind.dim != 0:
-            return f"its columns lie apart ({text}), which is not yet saved by rows: shard it by rows, Shard(0)"
+            return f"its columns are sharded ({text}), which is not yet saved by rows: shard it by rows, Shard(0)"
         if not (kind.is_shard() or kind.is_replicate()):
-            what = "are partial sums" if kind.is_partial() else "do not lie in one range on a rank, as by FSDP2 over TP"
+            what = "are partial sums" if kind.is_partial() else "are not one range per rank, as with FSDP2 over TP"
             return f"its rows {what} ({text}): use Shard(0) and Replicate(), in any order"
     n_ranks = rank_and_size()[1]
     if weight.device_mesh.size() != n_ranks:
-        return f"its mesh has {weight.device_mesh.size()} of {n_ranks} ranks: make one of all of them"
+        return f"its mesh has {weight.device_mesh.size()} of {n_ranks} ranks: make a mesh of all ranks"
     local = local_of(weight)
     if type(local) not in (Tensor, nn.Parameter):
-        return f"its part of a rank is a {type(local).__name__}: make it of plain tensors"
+        return f"its part on a rank is a {type(local).__name__}: make it a plain tensor"
     return None
 
 
 def box_of(weight: Any) -> Box:
-    """Return the rows of a weight on this rank; each mesh dimension divides what the previous ones leave."""
+    """Return the rows of a weight on this rank; each mesh dimension divides the rows that the previous ones leave."""
     mesh = weight.device_mesh
     first, end, replica, n_replicas = 0, int(weight.shape[0]), 0, 1
     for at, size, placement in zip(mesh.get_coordinate(), mesh.shape, weight.placements, strict=True):
         if placement.is_replicate():
             replica, n_replicas = replica * size + at, n_replicas * size
         else:
-            n_rows = -(-(end - first) // size)  # of a chunk, but for the last ones
+            n_rows = -(-(end - first) // size)  # rows of a chunk; the last chunks may have fewer
             first, end = min(first + n_rows * at, end), min(first + n_rows * (at + 1), end)
     return Box((first, end) if first < end else (0, 0), replica, n_replicas)
 
 
 def spread_of(tensor: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors with the same layout over ranks."""
+    """Return a key that is equal for tensors with equal layouts over ranks."""
     return tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
@@ -68,25 +68,25 @@ def local_of(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor, in place; the whole tensor if it is not sharded."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]  # it is one
-    with torch.no_grad():  # else torch makes a view for a backward pass
+    with torch.no_grad():  # otherwise torch would make a view for a backward pass
         return tensor.to_local()  # type: ignore[no-any-return]
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's address and its count of in-place writes, which for a DTensor includes its part's count."""
+    """Return a tensor's address and its number of in-place writes; for a DTensor, including writes to its part."""
     local = local_of(tensor)
     return local.data_ptr(), local._version + (0 if local is tensor else tensor._version)
 
 
 @dataclass(frozen=True)
 class RankPart:
-    n_rows: int  # of the whole table
-    rows: tuple[int, int] = (0, 0)  # (first, end) of those that this rank has; (0, 0) for none
-    # (begin, end) of its columns of these rows, of ``width`` in all; None for all
+    n_rows: int  # rows of the whole table
+    rows: tuple[int, int] = (0, 0)  # (first, end) of this rank's rows; (0, 0) for none
+    # (begin, end) of this rank's columns in these rows, out of ``width``; None for all
     columns: tuple[int, int] | None = None
     width: int = 0  # columns of the whole table; 0 if ``columns`` is None
-    is_copy: bool = False  # whether other ranks have copies of them
-    slots: tuple[SlotSpec, ...] = ()  # with ``embedding``; () if the rank has no rows
+    is_copy: bool = False  # whether other ranks have copies of the rows
+    slots: tuple[SlotSpec, ...] = ()  # including ``embedding``; () if the rank has no rows
     scalars: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     why: str | None = None  # why rows may change without a look-up; None if they do not
@@ -104,7 +104,7 @@ class RankPart:
 
 
 def column_ranges(parts: Sequence[RankPart]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of columns into which ranks have divided a table, in order; () if it is not divided."""
+    """Return the column ranges into which ranks have divided a table, in order; () if it is not divided."""
     ranges = sorted({part.columns for part in parts if part.columns is not None and part.has_rows})
     return tuple(ranges) if len(ranges) > 1 else ()
 
@@ -113,7 +113,7 @@ def problem_of(parts: Sequence[RankPart]) -> str | None:
     """Return why the ranks' parts do not form a complete table; None if they do."""
     sizes = sorted({part.n_rows for part in parts})
     if len(sizes) > 1:
-        return f"found {' and '.join(map(str, sizes))} rows, expected as many on all ranks"
+        return f"found {' and '.join(map(str, sizes))} rows, expected the same number on all ranks"
     slots = {tuple(sorted(map(part.kind_of, part.slots))): n for n, part in enumerate(parts) if part.has_rows}
     if len(slots) > 1:
         forms = ", ".join(f"{' '.join(form) or 'none'} on rank {number}" for form, number in slots.items())
@@ -143,7 +143,7 @@ def _problem_of_rows(parts: Sequence[RankPart]) -> str | None:
 
 
 def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
-    """Return what is wrong with the columns (missing, repeated, or split differently for some rows), or None."""
+    """Return a problem of the columns (missing, repeated, or split differently for some rows), or None."""
     by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for part in parts:
         if part.has_rows and part.columns is not None:
@@ -154,7 +154,7 @@ def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
         if any(before[1] != after[0] for before, after in pairwise(borders)):
             return f"ranks have the columns {sorted(ranges)} of the rows {first} to {end - 1}, expected 0 to {width}"
         if expected and tuple(sorted(ranges)) != expected:
-            return f"the rows {first} to {end - 1} are divided into the columns {sorted(ranges)}, others are not"
+            return f"the rows {first} to {end - 1} are divided into the columns {sorted(ranges)}, other rows are not"
     return None
 
 
@@ -191,21 +191,21 @@ class AbsentTable:
 
 
 def whole_spec(spec: SlotSpec, box: Box) -> SlotSpec:
-    """Return a slot of whole rows: the columns of all ranks, or one value per column range."""
+    """Return the slot of a whole row: with the columns of all ranks, or with one value per column range."""
     if not box.columns:
         return spec
     return replace(spec, shape=(box.columns[-1][1],) if spec.shape else (len(box.columns),))
 
 
 def place_in_row(spec: SlotSpec, box: Box, part: int) -> tuple[int, int]:
-    """Return the byte range [begin, end) that one part fills in a whole row's value."""
+    """Return the byte range [begin, end) that one part fills in the value of a whole row."""
     begin, end = box.columns[part] if spec.shape else (part, part + 1)
     n_bytes = whole_spec(spec, box).row_bytes // whole_spec(spec, box).shape[0]
     return begin * n_bytes, end * n_bytes
 
 
 def misfit_of(spec: SlotSpec, box: Box) -> str | None:
-    """Return the expected shape of a part's slot as text; None if the slot has this shape."""
+    """Return the shape that a part's slot should have, as text; None if the slot has this shape."""
     if not box.columns:
         return None
     begin, end = box.columns[box.part]
@@ -216,6 +216,6 @@ def misfit_of(spec: SlotSpec, box: Box) -> str | None:
 
 
 def layout_of(n_rows: int, specs: Iterable[SlotSpec], box: Box) -> LiveLayout:
-    """Return the table's layout for a manifest; it includes the column ranges if a slot has one value per range."""
+    """Return the table's layout for a manifest, with the column ranges if a slot has one value per range."""
     has_values_of_ranges = any(not spec.shape for spec in specs)
     return LiveLayout(n_rows, box.columns if has_values_of_ranges else ())

@@ -1,4 +1,4 @@
-"""Finds the live tables of a model, their names and their optimizers; finders add tables of other libraries."""
+"""Finds the live tables of a model, with names and optimizers; finders add tables of other libraries."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Search:
-    model: nn.Module  # where
-    optimizers: Sequence[Optimizer]  # that train it
-    ranks: Ranks  # that have the model
+    model: nn.Module
+    optimizers: Sequence[Optimizer]  # optimizers that train the model
+    ranks: Ranks  # ranks that have the model
     exclude: Collection[str]  # paths of modules that stay dense
-    options: str  # the arguments that choose tables, as text: the same on all ranks
-    left: dict[str, str] = field(default_factory=dict)  # path of an embedding that stays dense -> why
-    missing: set[str] = field(default_factory=set)  # those of them that no state dict has
+    options: str  # the arguments that choose tables, as text; equal on all ranks
+    left: dict[str, str] = field(default_factory=dict)  # path of an embedding that stays dense -> reason
+    missing: set[str] = field(default_factory=set)  # paths in ``left`` that no state dict has
 
 
 @dataclass(frozen=True)
 class TableFinder:
-    # Gets the candidates found so far, some of which may be modules of this library, and returns the complete list.
-    # Collective where the model is sharded; raises LiveTableError where what the ranks have is not all of a table.
+    # Takes the candidates found so far, some of which may be modules of this library, and returns the complete list.
+    # Collective if the model is sharded; raises LiveTableError if the ranks together do not have all of a table.
     candidates: Callable[[Search, Sequence[Candidate]], Sequence[Candidate]]
-    fitted: Callable[[FoundTable], FoundTable]  # returns a table, whoever has found it, as it is to be attached
+    fitted: Callable[[FoundTable], FoundTable]  # returns a table of any finder in the form in which it is attached
 
 
 def find_tables(
@@ -55,9 +55,9 @@ def find_tables(
     exclude: Collection[str],
     adapters: Sequence[LiveTable] = (),
 ) -> tuple[list[FoundTable], dict[str, str]]:
-    """Return the tables of a model and of ``adapters``, and why other embeddings stay dense, by path.
+    """Return the tables of a model and ``adapters``, and path -> reason for embeddings that stay dense.
 
-    Collective if the model is sharded. One LiveTableError lists all tables that cannot be saved, and wrong paths.
+    Collective if the model is sharded. A single LiveTableError lists all tables that cannot be saved, and wrong paths.
     """
     reshard(model)
     options = f"min_rows={min_rows}, names={dict(sorted(names.items()))}, exclude={sorted(exclude)}"
@@ -97,7 +97,7 @@ def find_tables(
 def _warn_of(left: Mapping[str, str], missing_paths: Collection[str]) -> None:
     dense = [f"{path!r}: {why}" for path, why in left.items() if path not in missing_paths]
     if dense:
-        log.warning("no live tables, but dense tensors, saved whole each time, are %s", "; ".join(dense))
+        log.warning("not live tables, but dense tensors, which each save writes whole, are %s", "; ".join(dense))
     missing = [f"{path!r}: {why}" for path, why in left.items() if path in missing_paths]
     if missing:
         log.warning("not in the checkpoints are %s", "; ".join(missing))
@@ -110,9 +110,9 @@ def _problems(
     known: Collection[str],
     exclude: Collection[str],
 ) -> Iterator[str]:
-    """Yield problems: unknown paths, tables of one tensor of which only some are excluded, and names given twice.
+    """Yield problems: unknown paths, partly excluded tables of one tensor, and names that are used twice.
 
-    ``unknown`` has the unknown paths by argument.
+    ``unknown`` maps an argument to its unknown paths.
     """
     for argument, some in unknown.items():
         for path in sorted(some):
@@ -131,11 +131,11 @@ def _problems(
         paths[table.live.name].append(table.path)
     for name, of_name in paths.items():
         if len(of_name) > 1:
-            yield f"{' and '.join(map(repr, of_name))} are both named {name!r}: tell them apart by names="
+            yield f"{' and '.join(map(repr, of_name))} are both named {name!r}: rename one with names="
 
 
 def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
-    """Yield torch's embeddings; several modules that share one weight are one candidate."""
+    """Yield torch's embeddings as candidates; several modules that share one weight are one candidate."""
     keys, modules = defaultdict[int, list[str]](list), defaultdict[int, list[nn.Module]](list)  # by id of a parameter
     for key, parameter in parameters_of(model):
         keys[id(parameter)].append(key)
@@ -169,11 +169,11 @@ def _torch_table(
     tied: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
 ) -> FoundTable:
-    """Return the table of a torch module; LiveTableError says why its weight stays dense."""
+    """Return the table of a torch module. Raises LiveTableError if its weight stays dense, with the reason."""
     weight = module.weight
     if not keys:
         raise LiveTableError(
-            "its weight is computed from other tensors, such as by a parametrization; these are saved as tensors"
+            "its weight is computed from other tensors, such as by a parametrization; recckpt saves these as tensors"
         )
     is_spread = is_sharded(weight)
     if not is_spread and weight.dim() != 2:
@@ -196,12 +196,12 @@ def _torch_table(
         why: str | None = "no optimizer trains it, so writes to it are not detected"
     elif not is_seen:
         why = "it lies in shared memory, so writes of other processes are not detected"
-        log.warning("table %r: %s; so each save reads all rows, in a copy for which training waits", name, why)
+        log.warning("table %r: %s; so each save reads all rows, and training waits while they are copied", name, why)
     else:
         why = live.reason or (HOOKED if has_foreign(optimizer._optimizer_step_post_hooks) else None)
     marks = FINGERPRINTS if why else "gradient"
     kind = type(module).__name__
-    if is_spread:  # FSDP2 makes a class of its own of each module
+    if is_spread:  # not the module's class name, because FSDP2 makes a new class for each module
         parts = ("Replicate" if one.is_replicate() else "Shard(0)" for one in getattr(weight, "placements", ()))
         kind = f"{'EmbeddingBag' if isinstance(module, nn.EmbeddingBag) else 'Embedding'} {' x '.join(parts)}"
     found = FoundTable(live, path, kind, keys, lambda: (live.weight,), marks, is_announced=is_seen, optimizer=optimizer)

@@ -1,10 +1,10 @@
-"""The slots that hold the per-row states of torch's optimizers for embeddings."""
+"""The slots that hold the per-row states of torch's optimizers of embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-PREFIXES: Mapping[str, str] = {  # class -> what the names of its slots begin with
+PREFIXES: Mapping[str, str] = {  # class -> prefix of its slot names
     "SparseAdam": "sparse_adam",
     "Adam": "sparse_adam",
     "AdamW": "sparse_adamw",
@@ -12,8 +12,8 @@ PREFIXES: Mapping[str, str] = {  # class -> what the names of its slots begin wi
     "SGD": "sparse_sgd",
 }
 _SHORT = {"momentum_buffer": "momentum"}
-_AKIN = {"Adam": "AdamW", "AdamW": "Adam"}  # one class inherits from the other, and keeps the same moments
-AKIN_LINEAGE = {"Adam": ("AdamW", "Adam"), "AdamW": ("Adam",)}  # class -> those of the akin one, as a manifest has them
+_AKIN = {"Adam": "AdamW", "AdamW": "Adam"}  # one class inherits from the other, and both have the same moments
+AKIN_LINEAGE = {"Adam": ("AdamW", "Adam"), "AdamW": ("Adam",)}  # class -> lineage of its akin class in a manifest
 _OPTIONAL = (("Adam", "max_exp_avg_sq"), ("AdamW", "max_exp_avg_sq"), ("SGD", "momentum_buffer"))
 _KEYS = {short: key for key, short in _SHORT.items()}
 
@@ -22,8 +22,8 @@ def slot_of(prefix: str, key: str) -> str:
     return f"{prefix}_{_SHORT.get(key, key)}"
 
 
-OPTIONAL = {slot_of(PREFIXES[kind], key) for kind, key in _OPTIONAL}  # which they have with some settings alone
-DECAY = ("weight_decay", "decoupled_weight_decay")  # settings that are another thing in the akin class
+OPTIONAL = {slot_of(PREFIXES[kind], key) for kind, key in _OPTIONAL}  # slots that exist with some settings only
+DECAY = ("weight_decay", "decoupled_weight_decay")  # settings that mean something else in the akin class
 
 
 def key_of(kind: str, slot: str) -> str | None:
@@ -36,7 +36,7 @@ def key_of(kind: str, slot: str) -> str | None:
 
 
 def akin_slot(slot: str) -> str | None:
-    """Return the slot in which an akin optimizer keeps the same moment; None if there is none."""
+    """Return the slot where an akin optimizer keeps the same moment; None if no optimizer is akin."""
     for kind, other in _AKIN.items():
         if slot.startswith(f"{PREFIXES[kind]}_"):
             return PREFIXES[other] + slot.removeprefix(PREFIXES[kind])
@@ -44,10 +44,10 @@ def akin_slot(slot: str) -> str | None:
 
 
 def common_slot(slot: str) -> str:
-    """Return the name of a moment's slot that all akin optimizers share."""
+    """Return one name for a moment's slot that is the same for all akin optimizers."""
     return min(slot, akin_slot(slot) or slot)
 
 
 def are_own(kind: str, slots: Iterable[str]) -> bool:
-    """Return whether all slots belong to this class, not to an akin class."""
+    """Return whether all slots belong to this class and not to an akin class."""
     return all(slot.startswith(f"{PREFIXES[kind]}_") for slot in slots)

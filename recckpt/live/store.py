@@ -26,10 +26,10 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, SlotSpec
 Int64s = npt.NDArray[np.int64]
 _RANGE_ROWS = 1 << 17  # ids made at a time: 1 MiB
 log = logging.getLogger("recckpt")
-_DEVICES = ("cpu", "cuda")  # of others it is not known in which order they read and write
+_DEVICES = ("cpu", "cuda")  # for other devices, the order of reads and writes is unknown
 _RESIZED = "close() the live tables, call live_tables once more, and make another saver"
 _EXCLUDE = "leave it dense by exclude="
-_PIECE_ROWS = 1 << 20  # rows announced at a time, of a table of which any row may change
+_PIECE_ROWS = 1 << 20  # rows announced at a time if any row may change
 
 
 class RowRange:
@@ -53,14 +53,14 @@ class RowRange:
 
 
 class LiveStore(Store):
-    """The rows of a live table that this rank saves, in their owner's memory; also the door of the table's adapter.
+    """The rows of a live table that this rank saves, in their owner's memory; also receives announced changes (a door).
 
-    Thread-safe. The door's methods are called by the threads that train, and never raise.
+    Thread-safe. Threads that train call the methods of the door, which never raise.
 
-    ``is_announced``: whether all changes of rows are announced; if not, each snapshot is a copy. ``says_what_changes``:
-    whether announcements name the changed rows; if not, fingerprints find them. ``audit``: fingerprints check every
-    ``audit``-th save, 0 for never. ``box`` is this rank's part of the table: each replica saves a share of it, and a
-    load fills all of it. ``lock`` is held while rows are announced and snapshots are taken.
+    ``is_announced``: whether all changes of rows are announced; otherwise each snapshot is a copy.
+    ``says_what_changes``: whether announcements name the changed rows; otherwise fingerprints find them. ``audit``:
+    fingerprints check every ``audit``-th save, 0 for never. ``box`` is this rank's part of the table: each replica
+    saves a share of it, and a load fills all of it. ``lock`` is held while rows are announced and snapshots are taken.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class LiveStore(Store):
         self._table, self._is_announced, self._observers = table, is_announced, Observers()
         self._is_distrusted = False
         self.box = table.box()
-        # A part of several has its columns of all rows, and sends them to the ranks that save the rows.
+        # If columns are divided, a rank has its columns of all rows, and sends them to the ranks that save the rows.
         first, end = self.box.rows if self.box.columns else self.box.own_rows
-        self._begin = first - self.box.rows[0]  # of the rows of the box
+        self._begin = first - self.box.rows[0]  # relative to the box
         self._ids = RowRange(first, end - first)
         self._noted = NotedRows(self._begin, len(self))
         self._failure: Exception | None = None
         self._is_in_graph = False
-        # Slot -> what it was at the last snapshot, and where: the reference keeps that place from being given to other
-        # memory, and keeps no memory.
+        # Slot -> (spec, address, storage) at the last snapshot. The reference to the storage keeps its address from
+        # being reused, but not its memory alive.
         self._memory: dict[str, tuple[SlotSpec, int, StorageWeakRef]] = {}
         self._noted_columns()
 
@@ -91,18 +91,18 @@ class LiveStore(Store):
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """The slots in their present memory, with all rows of the box; LiveTableError if one cannot be saved."""
+        """The slots in their current memory, with all rows of the box. Raises LiveTableError if one cannot be saved."""
         return self._columns(0, self.box.rows[1] - self.box.rows[0])
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """As ``columns``, but only with the rows that this rank saves; all rows of the box if divided by columns."""
+        """As ``columns``, but only the rows that this rank saves; with divided columns, all rows of the box."""
         return self._columns(self._begin, len(self))
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return the present rows, unaffected by later changes.
+        """Return the current rows; later changes do not affect them.
 
-        LiveTableError if a tensor cannot be saved, or the adapter failed since the last snapshot.
+        Raises LiveTableError if a tensor cannot be saved, or if the adapter has failed since the last snapshot.
         """
         with self.lock:
             if self._is_in_graph:
@@ -114,14 +114,14 @@ class LiveStore(Store):
                 failure, self._failure = self._failure, None
                 raise LiveTableError(f"table {self._table.name!r}: changes were missed: {failure!r}") from failure
             columns = self._noted_columns()
-            self._is_announced &= not self._is_distrusted  # from now on: snapshots of before are no copies
+            self._is_announced &= not self._is_distrusted  # only now, because earlier snapshots are not copies
             if not self._is_announced:
                 self._observers.replaced()
                 columns = {slot: column.to(torch.device("cpu")) for slot, column in columns.items()}
             return self._observers.snapshot(name, len(self), self._ids, columns, slots)
 
     def distrust(self) -> None:
-        """Assume from now on that rows change without announcements, so each snapshot is a copy."""
+        """From now on, assume that rows change without announcements, so that each snapshot is a copy."""
         super().distrust()
         self._is_distrusted = True
 
@@ -130,12 +130,12 @@ class LiveStore(Store):
             self._observers.track(marks)
 
     def mark_noted(self) -> None:
-        """Mark as changed the rows that were noted on a device; waits for the device."""
+        """Mark as changed the rows that were noted on a device. Waits for the device."""
         with self.lock:
             self._observers.mark(self._noted.take(), len(self))
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Write slots of distinct rows of the box in place; LiveTableError for rows outside of it."""
+        """Write slots of distinct rows of the box in place. Raises LiveTableError for rows outside the box."""
         n_rows = self.box.rows[1] - self.box.rows[0]
         if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
             first, end = self.box.rows
@@ -149,26 +149,26 @@ class LiveStore(Store):
                 columns[name].scatter(rows, tensor)
 
     def announce(self, rows: Tensor) -> None:
-        """Let snapshots copy the rows of the box that are about to change, and mark these rows as changed."""
+        """Before rows of the box change, have snapshots copy them, and mark them as changed."""
         try:
             if self._is_captured():
                 return
             rows = rows.detach()
-            with self.lock:  # rows are left on their device until marks are read, which does not wait for it
+            with self.lock:  # rows stay on their device until marks are read, so that training does not wait
                 is_late = runs_apart(rows) and not self._observers.has_snapshot
                 if is_late and (not self._observers.has_marks or self._noted.note(rows)):
                     return
             numbers = rows.nonzero() if rows.dtype == torch.bool else rows
             own = self._own(numbers.to("cpu", torch.int64).numpy().reshape(-1))
             with self.lock:
-                if self._observers.has_snapshot:  # which copies each row once
+                if self._observers.has_snapshot:  # snapshots need distinct rows
                     own = distinct(own)
                 self._observers.announce(own, len(self), with_ids=False)
         except Exception as error:
             self.failed(error)
 
     def announce_all(self) -> None:
-        """Let snapshots copy all rows that they have not yet written, and mark all rows as changed."""
+        """Have snapshots copy all rows that they have not written yet, and mark all rows as changed."""
         try:
             if self._is_captured():
                 return
@@ -181,34 +181,34 @@ class LiveStore(Store):
             self.failed(error)
 
     def replaced(self) -> None:
-        """Mark all rows as changed, and fail open snapshots, whose rows have been overwritten."""
+        """Mark all rows as changed, and fail open snapshots, because their rows may have been overwritten."""
         with self.lock:
             self._observers.replaced()
-            if not self._is_announced:  # then snapshots are copies
+            if not self._is_announced:  # then snapshots are copies, which stay valid
                 return
             self._observers.fail_snapshots(
                 LiveTableError(
                     f"table {self._table.name!r}: its rows were changed while they were being saved, by code that "
-                    "recckpt cannot see, not by the optimizer that live_tables was given: call saver.settle() "
+                    "recckpt does not notice, not by the optimizer passed to live_tables: call saver.settle() "
                     "before such a change, or pass the optimizer that makes the change to live_tables"
                 )
             )
 
     def failed(self, error: Exception) -> None:
-        """Mark all rows as changed, and log the error; the next snapshot raises it."""
+        """Mark all rows as changed and log the error; the next snapshot raises it."""
         log.error("table %r: changes were missed, so the next save fails: %r", self._table.name, error)
         self.replaced()
         self._failure = error
 
     def _is_captured(self) -> bool:
-        """Return whether a change was captured in a CUDA graph, where rows cannot be copied; later saves fail then."""
+        """Return whether a CUDA graph captures a change, where rows cannot be copied; then later saves fail."""
         if is_capturing():
             self._is_in_graph = True
             self.replaced()
         return self._is_in_graph
 
     def _noted_columns(self) -> Mapping[str, Column]:
-        """Return the present columns; if their memory differs from before, mark all rows as changed."""
+        """Return the current columns; if their memory differs from before, mark all rows as changed."""
         columns = self.saved_columns
         memory = {}
         for slot, column in columns.items():
@@ -221,7 +221,7 @@ class LiveStore(Store):
         return columns
 
     def _own(self, rows: Int64s) -> Int64s:
-        """Return the rows that this rank saves among ``rows``, relative to the first row that it saves."""
+        """Return those of ``rows`` that this rank saves, relative to the first row that it saves."""
         own = rows - self._begin
         return own[(own >= 0) & (own < len(self))]
 
@@ -232,7 +232,7 @@ class LiveStore(Store):
             problems.append(f"found the slots {sorted(tensors)}, expected {EMBEDDING!r} among them")
         if problems:
             raise LiveTableError(f"table {self._table.name!r}: {'; '.join(problems)}")
-        return {  # by ``data``: torch does not count what a load writes, which is announced, as written by a stranger
+        return {  # ``data`` shares no version counter, so that announced writes of a load do not count as unannounced
             name: Column.over(spec_of(name, tensor), tensor.data[begin : begin + n_rows])
             for name, tensor in tensors.items()
         }
@@ -249,7 +249,7 @@ class LiveStore(Store):
         elif len(tensor) != n_rows:
             problem = f", expected {n_rows} rows, as live_tables found them: {_RESIZED}"
         elif expected is not None:
-            problem = f", expected {expected}, as its box has"
+            problem = f", expected {expected}, the part of this rank"
         elif place == "meta":
             problem = ", expected memory: materialize it first"
         elif place not in _DEVICES:

@@ -1,4 +1,4 @@
-"""The live tables of a model, attached once: the ``tables=`` argument of a saver."""
+"""The live tables of a model, attached once per model: the ``tables=`` argument of a saver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionar
 def check_options(
     model: Any, optimizers: Any, *, min_rows: Any, names: Any, exclude: Any, audit: Any, adapters: Any
 ) -> list[Optimizer]:
-    """Check the arguments of ``live_tables``; return the optimizers as a list."""
+    """Check the arguments of ``live_tables`` and return the optimizers as a list."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
@@ -55,12 +55,12 @@ def check_options(
 
 
 class LiveTables(Mapping[str, AttachedTable]):
-    """The live tables of a model by name; ``print`` shows how each is saved, and why a faster way is not possible.
+    """The live tables of a model by name; ``print`` shows how each is saved, and why a faster method is not possible.
 
     Made by :func:`recckpt.live.live_tables`.
 
     Attributes:
-        optimizers: the optimizers it was given; they may also train other parameters.
+        optimizers: the optimizers that were passed; they may also train other parameters.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         self.optimizers = tuple(optimizers)
         self._is_closed = False
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # each has doors of its own
+    __eq__, __hash__ = object.__eq__, object.__hash__  # by identity: each object has hooks of its own
 
     def __getitem__(self, name: str) -> AttachedTable:
         return self._tables[name]
@@ -100,11 +100,11 @@ class LiveTables(Mapping[str, AttachedTable]):
     def joined(
         self, tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
     ) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-        """Internal: return tables and dense state of the model, the weights of live tables among the tables.
+        """Internal: return tables and dense state of the model, with weights of live tables among the tables.
 
         Raises:
             ValueError: a live table has the name of another table.
-            LiveTableError: the model's weights were replaced afterwards, such as by resizing its vocabulary.
+            LiveTableError: the model's weights were replaced later, for example by resizing its vocabulary.
         """
         other = []
         for name, entry in self._found.items():
@@ -120,28 +120,28 @@ class LiveTables(Mapping[str, AttachedTable]):
                 "was called: close() the live tables, call live_tables again, and make a new saver"
             )
         if twice := sorted(tables.keys() & self.keys()):
-            raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
+            raise ValueError(f"two tables are named {twice[0]!r}: rename the live one with names=")
         left = {key: value for key, value in dense.items() if key not in self._keys}
         return {**tables, **self}, left
 
     def load_dense(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Internal: load the dense state of the model; sharded collections keep the values of their live tables."""
+        """Internal: load the dense state of a model; sharded collections keep the values of their live tables."""
         collections = defaultdict[nn.Module, set[str]](set)
         load: Callable[[nn.Module, Mapping[str, Tensor]], object] = load_dense
         for table in self._found.values():
             if table.collection is not None and table.load_around is not None:
                 load = partial(table.load_around, collections)
-                # Without those of what maps their ids.
+                # Only keys inside this table's module: other keys belong to modules that map its ids.
                 keys = {key for key in table.keys if key.startswith(f"{table.path}.")}
                 collections[table.collection] |= {".".join(key.rsplit(".", 3)[-3:]) for key in keys}
         load(model, state)
 
     def tensors_of(self, name: str) -> tuple[str, ...]:
-        """Internal: return the names of a table's tensors in a checkpoint that has the table as dense state."""
+        """Internal: return the names under which a checkpoint without live tables has a table's tensors."""
         return self._found[name].tensors
 
     def share_settings(self) -> None:
-        """Internal: send a table's optimizer settings to ranks without rows of it. Collective if there are such ranks.
+        """Internal: send a table's optimizer settings to ranks without its rows. Collective if there are such ranks.
 
         Raises:
             RankLostError: a rank is missing.
@@ -174,7 +174,7 @@ class LiveTables(Mapping[str, AttachedTable]):
                 yield from entry.weights()
 
     def close(self) -> None:
-        """Remove the hooks. Savers with these tables refuse to save and load from now on; new ones can be made."""
+        """Remove the hooks. Savers with these tables refuse to save and load from then on; new ones can be made."""
         self._is_closed = True
         for table in self.values():
             table.close()
@@ -194,7 +194,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             )
 
     def check_same(self, tables: Sequence[FoundTable]) -> None:
-        """Internal: raise an error if ``tables`` are not these tables.
+        """Internal: raise an error if ``tables`` differ from these tables.
 
         Raises:
             LiveTableError: the tables differ.
@@ -203,7 +203,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             {
                 one.live.name: (
                     *(one.path, one.optimizer, None if one.keys else one.live),
-                    "gradient" if one.why == HOOKED else one.marks,  # hooks may have come since
+                    "gradient" if one.why == HOOKED else one.marks,  # other code may have added hooks since
                 )
                 for one in some
             }
@@ -212,7 +212,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         if before != now:
             raise LiveTableError(
                 "the model already has live tables that differ from the requested ones, or have other optimizers: "
-                "close() the present ones, and make a new saver"
+                "close() the existing ones, and make a new saver"
             )
 
     def __str__(self) -> str:
@@ -244,7 +244,7 @@ class LiveTableOptions(TypedDict, total=False):  # arguments of live_tables
 def attached_once(
     model: nn.Module, tables: Sequence[FoundTable], left: Mapping[str, str], ranks: Ranks, **options: Any
 ) -> LiveTables:
-    """Return the live tables that a model already has, else new tables; LiveTableError if the former differ."""
+    """Return the live tables that a model already has, or new ones. LiveTableError if the former differ."""
     made = _made.get(id(model))
     if made is not None and made.model is model:
         made.check_same(tables)
@@ -254,7 +254,7 @@ def attached_once(
 
 
 def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, AttachedTable]:
-    """Attach all tables or none; one LiveTableError lists all that cannot be saved."""
+    """Attach all tables or none; a single LiveTableError lists all tables that cannot be saved."""
     attached, problems = dict[str, AttachedTable](), []
     for name, table in tables.items():
         how: dict[str, Any] = {"is_announced": table.is_announced, "says_what_changes": table.marks != FINGERPRINTS}
@@ -273,9 +273,9 @@ NO_TABLES = LiveTables(None, (), {})
 
 
 class RowOptimizers:
-    """The optimizer state saved beside the rows of all tables: steps by table, and settings.
+    """The optimizer state saved with the rows of all tables: steps by table, and settings.
 
-    ``sparse_optim`` is the optimizer of recckpt's own tables, or None; each live table is a separate group.
+    ``sparse_optim`` is the optimizer of recckpt's own tables, or None; each live table has a group of its own.
     """
 
     def __init__(self, sparse_optim: Optimizer | None, tables: LiveTables) -> None:
@@ -283,7 +283,7 @@ class RowOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of all groups; those of live tables are copies."""
+        """The settings of all groups; groups of live tables are copies."""
         own = self._sparse_optim.param_groups if self._sparse_optim is not None else []
         return [*own, *self._groups()]
 
@@ -311,12 +311,12 @@ class RowOptimizers:
             self._sparse_optim.load_state_dict({"slots": slots, "state": steps, "param_groups": ours})
         now = {name: group for group in self._groups() for name in group["tables"]}
         settings = {name: group for group in groups for name in group["tables"] if name in self._tables}
-        # Tables may share a group of an optimizer: one that is not loaded leaves what others have brought.
+        # Tables may share a group: set changed settings last, so that a table that is not loaded overwrites nothing.
         for name in sorted(settings, key=lambda name: settings[name] != now.get(name)):
             own = {key: value for key, value in settings[name].items() if key != "tables"}
             self._tables[name].live.finish({}, own)
         scalars = {name: state["state"].get(name, {"step": 0}) for name in self._tables}
-        # The tables of a kernel have one step, which is that of the last: one that begins anew leaves it to the others.
+        # The tables of a kernel share one step: set the largest last, so that a table at step 0 does not reset it.
         for name in sorted(scalars, key=lambda name: int(scalars[name].get("step", 0))):
             self._tables[name].live.finish(scalars[name], {})
 

@@ -1,4 +1,4 @@
-"""Embeddings of torch, DTensors included, as live tables with a torch optimizer; hooks announce their changes."""
+"""Torch embeddings, including DTensors, as live tables with a torch optimizer; hooks announce their changes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the
 
 
 class TorchAnnouncer:
-    """The hooks of one table; they never raise, and keep neither table nor optimizer alive.
+    """The hooks of one table. They never raise, and keep neither table nor optimizer alive.
 
-    A copy of this object, such as in a deep copy or a pickle of the model, does nothing.
+    A copy of this object, as in a deep copy or a pickle of the model, does nothing.
     """
 
     def __init__(self, table: TorchEmbedding | None = None, door: WeakDoor | None = None) -> None:
         self._table: Callable[[], TorchEmbedding | None] = (lambda: None) if table is None else weakref.ref(table)
         self._door, of_now = door or WeakDoor(), self._table
         self.guard = WriteGuard(lambda: {} if (table := of_now()) is None else table.whole(), self._door.replaced)
-        self._post_hook: int | None = None  # of the optimizer
-        self._step_hooks: tuple[tuple[Any, ...], bool] = (), False  # its hooks, as last looked at; whether all are ours
+        self._post_hook: int | None = None  # id of the hook in the optimizer
+        self._step_hooks: tuple[tuple[Any, ...], bool] = (), False  # (key of its hooks when last checked, all ours?)
 
     def install(self, modules: Iterable[Any], optimizer: Optimizer | None) -> Callable[[], object]:
-        """Hook the modules with the weight, and its optimizer; return what removes the hooks."""
+        """Hook the modules with the weight, and its optimizer; return a function that removes the hooks."""
         handles: list[Any] = []
         if optimizer is not None:
             handles += [
@@ -62,11 +62,11 @@ class TorchAnnouncer:
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Announce the rows that have a gradient.
 
-        If the step gets a closure, do so after the closure has computed the gradients.
+        If the step gets a closure, announce after the closure has computed the gradients.
         """
         hooks: Any = optimizer._optimizer_step_post_hooks
-        # What comes after a step may write; then the hook of this table is to be the last of them. A hook that is added
-        # changes one of these two: each has a new number.
+        # Other post-hooks may write rows: then move this table's hook to the end. Adding a hook changes this key,
+        # because each hook has a new number.
         seen = len(hooks), next(reversed(hooks), None)
         if seen != self._step_hooks[0]:
             self._step_hooks = seen, not has_foreign(hooks)
@@ -79,7 +79,7 @@ class TorchAnnouncer:
 
         def announcing() -> Any:
             loss = closure()
-            self._announce_step(is_final=True)  # all hooks were called before the closure
+            self._announce_step(is_final=True)  # all pre-hooks have run before the closure
             return loss
 
         return ((args[0], announcing, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"})
@@ -91,7 +91,7 @@ class TorchAnnouncer:
 
     @outside_graphs
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Announce the rows that ``max_norm`` may change; all rows if other hooks run in between."""
+        """Announce the rows that ``max_norm`` may change, or all rows if other hooks run in between."""
         with self._known_write():
             if self._are_ours(module._forward_pre_hooks, since=True) and self._are_ours(module._forward_hooks):
                 self._door.announce(args[0] if args else kwargs["input"])
@@ -104,31 +104,31 @@ class TorchAnnouncer:
         self.guard.end()
 
     def _are_ours(self, hooks: Mapping[int, Any], *, since: bool = False) -> bool:
-        """Return whether all hooks before this table's hook are recckpt's; with ``since``, all hooks from it on."""
+        """Return whether all hooks before this table's hook are recckpt's; with ``since``, all hooks after it."""
         owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
         place = next((number for number, owner in enumerate(owners) if owner is self), 0)
         return all(isinstance(owner, TorchAnnouncer) for owner in (owners[place:] if since else owners[:place]))
 
     def _announce_step(self, *, is_final: bool) -> None:
-        """Announce the rows that a step changes: rows with a gradient if the gradient ``is_final``, else all rows."""
+        """Announce the rows that a step changes: rows with a gradient if the gradient ``is_final``, otherwise all."""
         with self._known_write():
             table = self._table()
             grad = table.weight.grad if table is not None else None
             if table is None or grad is None:
-                return  # torch's optimizers leave such a parameter as it is
+                return  # torch's optimizers do not change a parameter without a gradient
             is_known = is_final and self._step_hooks[1] and table.reason is None and not is_capturing()
             part = table.part_of(grad) if is_known else None
             if part is None:
                 self._door.announce_all()
             elif part.is_sparse:
                 self._door.announce(part._indices()[0])
-            else:  # not zero by bits: -0.0 may turn a weight of -0.0 into 0.0
+            else:  # compare bits with 0: a gradient of -0.0 may turn a weight of -0.0 into 0.0
                 bits = part.detach().contiguous().view(_INT[part.element_size()])
                 self._door.announce(bits.flatten(1).any(1))
 
     @contextmanager
     def _known_write(self) -> Iterator[None]:
-        """The block announces the write that follows the block; an error in the block fails the next save."""
+        """Announce, in the block, a write that follows the block; an error in the block fails the next save."""
         try:
             self.guard.begin()
             yield
@@ -143,7 +143,7 @@ class TorchAnnouncer:
 
 
 def has_foreign(hooks: Mapping[int, Any]) -> bool:
-    """Say whether hooks of other code than recckpt's are among these."""
+    """Say whether any of these hooks belongs to other code than recckpt's."""
     owners = (type(getattr(hook, "__self__", None)) for hook in hooks.values())
     return not all(owner.__module__.split(".")[0] == "recckpt" for owner in owners)
 
@@ -181,9 +181,9 @@ class TorchEmbedding:
         return Box((0, self.n_rows), replica=self._rank, n_replicas=self._n_ranks)
 
     def prepare(self) -> None:
-        """Look for unannounced writes, and make the states that a new weight or setting needs.
+        """Check for unannounced writes, and make the states that a new weight or setting needs.
 
-        LiveTableError if the module has another weight by now, which its optimizer does not train.
+        Raises LiveTableError if the module now has another weight, which its optimizer does not train.
         """
         if self._optimizer is not None and not self._group:
             raise LiveTableError(
@@ -200,8 +200,8 @@ class TorchEmbedding:
         whole = self.whole()
         return {**whole, EMBEDDING: whole[EMBEDDING].detach()}
 
-    def whole(self) -> Mapping[str, Tensor]:  # as module and optimizer hold them
-        group, state = self._group, self._state  # once: each step asks for them, and they are looked for
+    def whole(self) -> Mapping[str, Tensor]:  # the tensors of module and optimizer, not reduced to this rank's part
+        group, state = self._group, self._state  # searched once, because each step calls this method
         rule = self._rule if group else None
         states = {slot_of(rule.prefix, key): state.get(key) for key in rule.keys(group)} if rule is not None else {}
         return {EMBEDDING: self.weight, **{slot: value for slot, value in states.items() if isinstance(value, Tensor)}}
@@ -228,20 +228,20 @@ class TorchEmbedding:
         return {key: value for key, value in self._group.items() if key != "params"} if self._optimizer else {}
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Set the step count, and those settings that the parameter group of the weight has."""
+        """Set the step count, and those of the settings that the parameter group of the weight has."""
         if self._optimizer is None:
             return
         if "step" in scalars:
             set_step(self._optimizer, self.weight, int(scalars["step"]))
         group = self._group
         for key in group.keys() & settings.keys() - {"params"}:
-            if isinstance(group[key], Tensor):  # as lr may be, for a compiled step
+            if isinstance(group[key], Tensor):  # lr may be a tensor, for a compiled step
                 group[key].fill_(settings[key])
             else:
                 group[key] = settings[key]
         self._make_state()
         if settings and self._rule is not None and group:
-            for key in {*self._rule.others} - {*self._rule.keys(group)}:  # which it has with other settings alone
+            for key in {*self._rule.others} - {*self._rule.keys(group)}:  # states that the new settings do not have
                 self._optimizer.state.get(self.weight, {}).pop(key, None)
         if self._rule is not None and "sum" in self._rule.keys(group):
             is_usual = bool((self.tensors()[slot_of(self._rule.prefix, "sum")] >= 0).all())
@@ -262,7 +262,7 @@ class TorchEmbedding:
 
 
 class DTensorEmbedding(TorchEmbedding):
-    """The rows of an embedding on this rank: a part, a copy, or a copy of a part."""
+    """The rows of an embedding on this rank: a part of them, a copy, or a copy of a part."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class DTensorEmbedding(TorchEmbedding):
         return box_of(self.weight)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return this rank's part of weight and states; LiveTableError if a state has another layout."""
+        """Return this rank's part of weight and states. Raises LiveTableError if a state has another layout."""
         whole, expected = self.whole(), spread_of(self.weight)
         for slot, tensor in whole.items():
             if spread_of(tensor) != expected:

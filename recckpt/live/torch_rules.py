@@ -1,6 +1,6 @@
 """Rules for torch's optimizers with states that become slots of live tables: which rows a step changes.
 
-A rule may declare that rows without a gradient stay unchanged only if its arithmetic keeps every bit of these rows.
+A rule may declare that rows without a gradient stay unchanged only if a step keeps every bit of such rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recckpt.errors import LiveTableError
 from recckpt.live.optimizer_slots import PREFIXES
 
 Group = Mapping[str, Any]
-_LEAST_HALF = 2.0**-24  # of float16 that is not 0
+_LEAST_HALF = 2.0**-24  # the smallest positive float16
 
 
 def _adam_keys(group: Group) -> list[str]:
@@ -32,15 +32,15 @@ def _adam_reason(group: Group) -> str | None:
 
 
 def _lr_reason(group: Group) -> str | None:
-    """Return why a gradient of 0 times the learning rate may be NaN; a rate on a device is not read."""
+    """Return why a gradient of 0 times the learning rate may be NaN, or None. A rate on a device is not read."""
     lr = group["lr"]
     is_known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-    return None if not is_known or math.isfinite(lr) else f"a learning rate of {float(lr)} makes NaN of every row"
+    return None if not is_known or math.isfinite(lr) else f"a learning rate of {float(lr)} turns every row into NaN"
 
 
 def _adagrad_reason(group: Group) -> str | None:
     if group["eps"] < _LEAST_HALF and any(weight.dtype == torch.float16 for weight in group["params"]):
-        return f"eps={group['eps']} is 0 in float16, so that rows without a gradient change"
+        return f"eps={group['eps']} is 0 in float16, so rows without a gradient change"
     if group["weight_decay"]:
         return "weight decay moves every row at each step"
     if group["maximize"] or not group["eps"]:
@@ -56,16 +56,16 @@ def _sgd_reason(group: Group) -> str | None:
 
 @dataclass(frozen=True)
 class TorchRule:
-    prefix: str  # of the names of its slots; its keys follow
-    keys: Callable[[Group], list[str]]  # a group's settings -> keys of the states with values a row
+    prefix: str  # prefix of its slot names, before the key of a state
+    keys: Callable[[Group], list[str]]  # returns the keys of a group's states that have values per row
     reason: Callable[[Group], str | None]  # why a step may change rows without a gradient; None if it does not
-    # why a group cannot be saved as a table; None if it can
+    # returns why a group's weights cannot be saved as tables; None if they can
     refusal: Callable[[Group], str | None] = lambda group: None
     others: tuple[str, ...] = ()  # keys of states that exist only with some settings
 
 
 _AMSGRAD = ("max_exp_avg_sq",)
-_RULES: Mapping[type[Optimizer], TorchRule] = {  # of exactly these classes: a subclass may do anything
+_RULES: Mapping[type[Optimizer], TorchRule] = {  # for exactly these classes: a subclass may do anything
     optim.SparseAdam: TorchRule(PREFIXES["SparseAdam"], _adam_keys, lambda group: None),
     optim.Adam: TorchRule(PREFIXES["Adam"], _adam_keys, _adam_reason, others=_AMSGRAD),
     optim.AdamW: TorchRule(PREFIXES["AdamW"], _adam_keys, _adam_reason, others=_AMSGRAD),
@@ -75,7 +75,7 @@ _RULES: Mapping[type[Optimizer], TorchRule] = {  # of exactly these classes: a s
         lambda group: ["momentum_buffer"] if group["momentum"] else [],
         _sgd_reason,
         lambda group: (
-            "dampening spares its first step: use dampening=0" if group["momentum"] and group["dampening"] else None
+            "dampening skips its first step: use dampening=0" if group["momentum"] and group["dampening"] else None
         ),
         others=("momentum_buffer",),
     ),
@@ -88,7 +88,7 @@ def rule_of(optimizer: Optimizer) -> TorchRule | None:
 
 
 def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: TorchRule) -> None:
-    """Create the state that the parameter's first step would create, so that its slots exist from the start."""
+    """Create the states that the first step would create for a parameter, so that its slots exist from the start."""
     keys = rule.keys(group)
     if not keys:  # SGD without momentum: optimizer.state would get an empty entry
         return
@@ -99,7 +99,7 @@ def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: Torc
             state[key] = torch.full_like(parameter.detach(), first, memory_format=torch.preserve_format)
     if "step" not in state and not isinstance(optimizer, optim.SGD):
         state["step"] = 0
-        if not isinstance(optimizer, optim.SparseAdam):  # as torch makes it
+        if not isinstance(optimizer, optim.SparseAdam):  # the same tensor that torch would make
             is_wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
             device = parameter.device if group.get("capturable") or group.get("fused") else None
             state["step"] = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
@@ -121,7 +121,7 @@ def optimizers_in(optimizers: Iterable[Optimizer], model: nn.Module) -> list[Opt
 
 
 def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers inside one of TorchRec's; any other optimizer itself."""
+    """Yield the optimizers inside one of TorchRec's optimizers; for any other optimizer, yield itself."""
     if is_keyed(optimizer):
         parts = [part for _, part in getattr(optimizer, "optimizers", ())]
         parts += [part for part in [getattr(optimizer, "_optimizer", None)] if part is not None]
@@ -132,9 +132,9 @@ def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimizer | None, TorchRule | None]:
-    """Return the optimizer that trains a weight, and its rule; None for a frozen weight.
+    """Return the optimizer that trains a weight, and its rule; (None, None) for a frozen weight.
 
-    LiveTableError says why its state cannot be saved by rows.
+    Raises LiveTableError, with the reason, if its state cannot be saved by rows.
     """
     own = [one for one in optimizers for group in groups_of(one) if any(weight is each for each in group["params"])]
     if len(own) > 1:
@@ -148,8 +148,8 @@ def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimiz
     rule = rule_of(optimizer)
     if rule is None:
         raise LiveTableError(
-            f"{type(optimizer).__name__} trains it, whose state per row is not known: use one of exactly these torch "
-            f"classes: {', '.join(KNOWN)}"
+            f"{type(optimizer).__name__} trains it, but recckpt does not know its state per row: use one of exactly "
+            f"these torch classes: {', '.join(KNOWN)}"
         )
     group = next(group for group in optimizer.param_groups if any(weight is each for each in group["params"]))
     if why := rule.refusal(group):

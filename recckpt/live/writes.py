@@ -18,12 +18,12 @@ from recckpt.types import Door
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-Versions = Mapping[str, tuple[int, int]]  # slot -> where it lies, and how often it was written in place
+Versions = Mapping[str, tuple[int, int]]  # slot -> (its address, its number of in-place writes)
 Int64s = npt.NDArray[np.int64]
 
 
 def is_capturing() -> bool:
-    """Return whether this thread's work on the device is being captured in a CUDA graph, so that it must not wait."""
+    """Return whether a CUDA graph captures this thread's work on the device; then the thread must not wait for it."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
@@ -33,13 +33,13 @@ def runs_apart(tensor: Tensor) -> bool:
 
 
 def wait_for_devices(tensors: Iterable[Tensor]) -> None:
-    """Wait for all streams of these tensors' devices, except the CPU."""
+    """Wait for all streams of these tensors' CUDA devices."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make ``torch.compile`` break its graph at a hook: inside, it would read tensors before they are written."""
+    """Make ``torch.compile`` break its graph at a hook: a compiled hook would read tensors before they are written."""
     uncompiled: list[Callable[_P, _R]] = []
 
     @functools.wraps(function)
@@ -54,9 +54,9 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class WeakDoor:
-    """A door for hooks that modules and optimizers hold: forwards to each of its doors that still exists.
+    """A door (receiver of announced changes) for hooks of modules and optimizers; forwards to the doors still alive.
 
-    A copy, such as in a deep copy or a pickle of a model, forwards to no door.
+    A copy of it, as in a deep copy or a pickle of a model, forwards to no door.
     """
 
     def __init__(self, *doors: Door) -> None:
@@ -67,7 +67,7 @@ class WeakDoor:
             door.announce(rows)
 
     def announce_all(self, *args: Any, **kwargs: Any) -> None:
-        """As :meth:`recckpt.types.Door.announce_all`; usable as a hook with any arguments."""
+        """As :meth:`recckpt.types.Door.announce_all`, but usable as a hook with any arguments."""
         for door in self.open:
             door.announce_all()
 
@@ -76,7 +76,7 @@ class WeakDoor:
             door.replaced()
 
     def failed(self, error: Exception) -> None:
-        """Report the error to the first door, so that the next save fails; the other doors mark all rows as changed."""
+        """Report the error to the first door, so that the next save fails; other doors mark all rows as changed."""
         for number, door in enumerate(self.open):
             if number:
                 door.replaced()
@@ -95,13 +95,13 @@ class WeakDoor:
 
 
 class WriteGuard:
-    """Finds unannounced writes by torch's version counters, which count each change in place. Thread-safe.
+    """Detects unannounced writes by torch's version counters, which count in-place changes. Thread-safe.
 
     Writes that bypass autograd are not counted: ``weight.data.mul_(2)``, steps of fused optimizers, and ``foreach``
-    steps of a DTensor. Steps of the table's own optimizer are announced by hooks; for other writes see
+    steps of a DTensor. Hooks announce the steps of the table's own optimizer; for other writes see
     docs/your-tables.md.
 
-    ``tensors`` returns the present tensors; ``on_unseen`` is called if they were written to.
+    ``tensors`` returns the current tensors; ``on_unseen`` is called if they were written to without announcement.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], on_unseen: Callable[[], object]) -> None:
@@ -111,23 +111,23 @@ class WriteGuard:
         self._versions = self._now()
 
     def begin(self) -> None:
-        """Check for unannounced writes before an announced write begins; treat an unfinished write as ended."""
+        """Check for unannounced writes, then begin an announced write; an unfinished earlier one counts as ended."""
         with self._lock:
             self.settle()
             self._is_writing = True
 
     def end(self) -> None:
-        """End the announced write: later checks compare with the present versions."""
+        """End the announced write: later checks compare with the current versions."""
         with self._lock:
             self._is_writing, self._versions = False, self._now()
 
     def look(self) -> None:
-        """Call ``on_unseen`` if something wrote since the last check; not during an announced write."""
+        """Call ``on_unseen`` if there was a write since the last check. Does nothing during an announced write."""
         with self._lock:
             if self._is_writing:
                 return
             before, self._versions = self._versions, self._now()
-            # Tensors that lie elsewhere are others: the store compares the places itself.
+            # Tensors at other addresses are ignored here, because the store itself compares addresses.
             both = [(before[slot], now) for slot, now in self._versions.items() if slot in before]
             if any(there[0] == now[0] and there != now for there, now in both):
                 self._on_unseen()
@@ -135,7 +135,7 @@ class WriteGuard:
     def settle(self) -> None:
         """Check from the thread that trains; an announced write that has not ended was ended by an exception.
 
-        Nothing separates the changes of that write from later changes, so they count as unannounced.
+        Changes of that write cannot be distinguished from later changes, so they count as unannounced.
         """
         with self._lock:
             self._is_writing = False
@@ -146,47 +146,47 @@ class WriteGuard:
 
 
 class NotedRows:
-    """One byte per row on each device where rows are announced. Used under the store's lock.
+    """Marks of announced rows, one byte per row, on each device where rows are announced. Used under the store's lock.
 
-    Several streams may mark rows concurrently, because all write the same value. Row indices are relative to ``begin``,
-    the first marked row of the box.
+    Several streams may mark rows concurrently, because all write the same value. ``begin`` is the first row that is
+    marked; announced row numbers are relative to this rank's box.
     """
 
     def __init__(self, begin: int, n_rows: int) -> None:
         self._begin, self._n_rows = begin, n_rows
-        self._noted: dict[torch.device, Tensor | None] = {}  # None if the device has no memory for it
+        self._noted: dict[torch.device, Tensor | None] = {}  # None if the device lacks memory for the marks
 
     @torch.no_grad()
     def note(self, rows: Tensor) -> bool:
-        """Mark rows (in the forms of :meth:`recckpt.types.Door.announce`) in stream order; False if memory is short."""
+        """Mark rows (indices or a mask, as in :meth:`recckpt.types.Door.announce`); False if memory is short."""
         noted = self._on(rows.device)
         if noted is None:
             return False
         if rows.dtype == torch.bool:
             noted[1:-1].logical_or_(rows.reshape(-1)[self._begin : self._begin + self._n_rows])
-        else:  # those of others are noted before the first and behind the last
+        else:  # rows outside the range mark an extra item at either end
             places = (rows.reshape(-1).to(torch.int64) - (self._begin - 1)).clamp_(0, self._n_rows + 1)
             noted.index_fill_(0, places, True)
         return True
 
     @torch.no_grad()
     def take(self) -> Int64s:
-        """Return the distinct rows marked since the last call; waits for the devices."""
+        """Return the distinct rows marked since the last call. Waits for the devices."""
         all_noted = [noted for noted in self._noted.values() if noted is not None]
         wait_for_devices(all_noted)
         taken = [noted[1:-1].nonzero().flatten().cpu().numpy() for noted in all_noted]
         for noted in all_noted:
             noted.zero_()
-        wait_for_devices(all_noted)  # before other streams note again
+        wait_for_devices(all_noted)  # before other streams mark rows again
         return np.unique(np.concatenate(taken)) if len(taken) > 1 else np.concatenate([np.empty(0, np.int64), *taken])
 
     @torch.inference_mode(False)
     def _on(self, device: torch.device) -> Tensor | None:
-        """Return the marks on a device; None if the device lacks memory for them, which must not fail training."""
+        """Return the marks on a device; None if the device lacks memory for them, because training must not fail."""
         if device not in self._noted:
             try:
                 self._noted[device] = noted = torch.zeros(self._n_rows + 2, dtype=torch.bool, device=device)
-                wait_for_devices([noted])  # before other streams note
+                wait_for_devices([noted])  # before other streams mark rows
             except torch.OutOfMemoryError:
                 self._noted[device] = None
         return self._noted[device]

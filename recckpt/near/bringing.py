@@ -22,21 +22,21 @@ from recckpt.sparse.files.verifier import check_part
 from recckpt.storage import Storage
 from recckpt.text import size
 
-_DAMAGED = "it is taken from another host that has it whole, else an older near save or checkpoint is restored"
-_REMOVED = "the process that makes near saves there is probably alive: end it before another one restores"
+_DAMAGED = "it is taken from another host with an intact copy, else an older near save or checkpoint is restored"
+_REMOVED = "the process that makes near saves there is probably still running: end it before another one restores"
 
 
 @dataclass(frozen=True)
 class WholeFiles:
-    rank: int  # the first rank there
+    rank: int  # the first rank on the host
     names: frozenset[str]  # intact files
-    errors: tuple[Exception, ...] = ()  # of other files
+    errors: tuple[Exception, ...] = ()  # errors of the other files
 
 
 def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
     """Read this host's files of a near save; return the intact ones.
 
-    A file with rows can only be checked with its catalog, which has its checksums.
+    A file with rows can be checked only with its catalog, which has its checksums.
     """
     assert save.near_dir is not None
     link, whole, errors = OpenLink.of(save.near_dir, save), set[str](), list[Exception]()
@@ -64,7 +64,7 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
     for file in save.manifest.files:
         if file.name in names and file.name not in catalogs and not layout.is_part(file.name):
             problems = list[Exception]()
-            try:  # this only checks the checksums
+            try:  # reads the file only to compare checksums
                 problems += check_file(link.files, save.directory, file, index=None, advance=lambda _: None)
             except (RecckptError, OSError) as error:
                 problems.append(error)
@@ -97,22 +97,22 @@ def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | Non
     if errors:
         return errors[0]
     path, expected = layout.join(save.directory, missing.name), f"{missing.n_bytes} bytes"
-    return CorruptCheckpointError(path, "", found="on no host that is here", expected=expected, remedy=_DAMAGED)
+    return CorruptCheckpointError(path, "", found="on no host that takes part", expected=expected, remedy=_DAMAGED)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank reports about its host before files are copied there."""
+    """What a rank reports about its host before files are copied to the host."""
 
-    host: HostSeen | None  # its identity; None if its near dir cannot be used
+    host: HostSeen | None  # identity of the host; None if its near dir cannot be used
     name: str  # for messages
-    needed: frozenset[str]  # the files of the near save that this rank reads
-    free_bytes: int | None  # of its file system; None if unknown
+    needed: frozenset[str]  # files of the near save that this rank reads
+    free_bytes: int | None  # free space of its file system; None if unknown
 
     @classmethod
     def of(cls, near_dir: NearDir, needed: frozenset[str]) -> Place:
         free_bytes = None
-        host = host_of(near_dir)  # first: it makes the directory
+        host = host_of(near_dir)  # first, because it makes the directory
         with suppress(OSError):
             free_bytes = near_dir.storage.free_on_disk()
         return cls(host, f"{socket.gethostname()}:{near_dir.path}", needed, free_bytes)
@@ -120,15 +120,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The files of a near save that ranks need but their hosts lack; the same on all ranks."""
+    """The copies of a near save's files to hosts that need and lack them; the same on all ranks."""
 
     places: Sequence[Place]  # of all ranks
-    moves: Sequence[Move]  # each to the first rank of a host
+    moves: Sequence[Move]  # one per file and receiving host; its first rank receives
 
     @classmethod
     def of(cls, save: Checkpoint, places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> Bringing:
         """Decide which files to copy. Pure."""
-        # first rank of a host -> files that ranks of this host read and the host lacks
+        # first rank of a host -> files that the host lacks and its ranks read
         first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
         whole = {host.rank: host.names for host in of_hosts}
         for rank, place in enumerate(places):
@@ -151,7 +151,7 @@ class Bringing:
 
     def failure(self, rank: int, reason: str) -> OSError:
         needs = f"which needs {size(self._n_bytes(rank))} of it"
-        return OSError(f"it cannot be brought to {self.places[rank].name}, {needs}: {reason}")
+        return OSError(f"it cannot be copied to {self.places[rank].name}, {needs}: {reason}")
 
     def in_words(self) -> Iterator[str]:
         for rank in sorted({each.receiver for each in self.moves}):

@@ -1,4 +1,4 @@
-"""Marks of changed rows and near saves: making a near save leaves the marks unchanged, restoring one sets them."""
+"""Marks of changed rows in near saves: making a near save does not change the marks, restoring one sets them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from recckpt.storage import Storage
 from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
-_ANY = 1e18  # times the bytes of a full checkpoint
+_ANY = 1e18  # a limit that no chain reaches, in multiples of a full checkpoint's bytes
 
 
 class PeekedChanges(Changes):
     """The changes for a near save: marks and base are read but not changed (rule *keeps_marks*).
 
-    The length of the chain does not matter, because a near save is not a link. There is no near save if too many rows
-    have changed, as for deltas.
+    The length of the chain does not matter, because a near save is not a link. As with deltas, there is no near save if
+    too many rows have changed.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -46,7 +46,7 @@ class PeekedChanges(Changes):
 
 
 def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableTable]) -> None:
-    """Count changes since a restored checkpoint; after a near save, since its parent, with its rows marked."""
+    """Count changes since a restored checkpoint; after a near save, count from its parent, with its rows marked."""
     if restored.near_dir is None:
         changes.on_whole_restore(restored, tables)
     elif changes.resume_from(restored.below[0].manifest):
@@ -60,7 +60,7 @@ def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> 
     slices, link = {table.name: getattr(table, "slice", None) for table in stored}, OpenLink.of(save.near_dir, save)
 
     def payload(table: str, kind: PartKind) -> npt.NDArray[np.int64]:
-        """Return the ids of rows or deletes in shards that overlap with the tables; the others may be missing here."""
+        """Return the ids of rows or deletes in shards that overlap the tables' slices; other shards may be missing."""
         catalogs = link.catalogs_of(met_shards(save.manifest, set(slices.values())))
         reader = TableReader(link.files, save.directory, catalogs, save.manifest.named_table(table), ())
         return ids_of(piece for catalog in catalogs for _, _, piece in reader.batches(catalog, kind, None))
@@ -68,12 +68,12 @@ def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> 
     try:
         for table in stored:
             entry, own = save.manifest.table(table.name), slices[table.name]
-            if entry is None or entry.is_whole:  # it was unknown which rows had changed
+            if entry is None or entry.is_whole:  # the near save did not know which rows had changed
                 changes.tracker.forget(table)
                 continue
-            deleted = payload(table.name, "deletes")  # also ids that have a row in another shard
+            deleted = payload(table.name, "deletes")  # includes ids that have a row in another shard
             deleted = deleted if own is None else deleted[own.owns(deleted)]
             changes.tracker.resume(table, base, payload(table.name, "rows"), deleted)
-    except (RecckptError, OSError) as error:  # everything is restored already
-        log.warning("the next save is full: %s cannot be read once more: %s", save.manifest.save_id, error)
+    except (RecckptError, OSError) as error:  # the restore itself is complete, so only warn
+        log.warning("the next save is full: reading %s once more failed: %s", save.manifest.save_id, error)
         changes.drop_base()

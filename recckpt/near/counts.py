@@ -27,14 +27,14 @@ class _SinceLine:
     made: int = 0
     failed: int = 0
     skipped: Mapping[WhySkipped, int] = field(default_factory=dict)
-    steps: tuple[int, ...] = ()  # first and last step at which one was due
-    gap_steps: int | None = None  # largest gap between saves that count, near ones and checkpoints
-    hosts: int | None = None  # of the newest one made
+    steps: tuple[int, ...] = ()  # first and last step at which a near save was due
+    gap_steps: int | None = None  # largest gap in steps between completed saves, near saves and checkpoints
+    hosts: int | None = None  # of the newest completed near save
     copies: int | None = None
     blocked_sec: float = 0.0
     total_sec: float = 0.0
     n_bytes: int = 0
-    error: str | None = None  # of the newest failure
+    error: str | None = None  # text of the newest failure
 
     def due(self, step: int | None) -> _SinceLine:
         steps = sorted({*self.steps, *([] if step is None else [step])})
@@ -47,7 +47,7 @@ class NearTally:
     def __init__(self) -> None:
         self._lock = Lock()
         self.counts, self._since = NearCounts(), _SinceLine()
-        self._counted_step: int | None = None  # the newest of what counts
+        self._counted_step: int | None = None  # step of the newest completed save
 
     def go_on(self, step: int) -> None:
         with self._lock:
@@ -82,7 +82,7 @@ class NearTally:
             self._since = replace(before, skipped=skipped)
 
     def take(self, step: int | None) -> dict[str, Any]:
-        """Return the field ``near`` for the line of a checkpoint, {} without near saves; then restart the count."""
+        """Return {"near": counts} for a checkpoint's line, or {} if no near save was due; then restart the counts."""
         with self._lock:
             self._note_counted(step)
             since, self._since = self._since, _SinceLine()
@@ -95,7 +95,7 @@ class NearTally:
         if step is None:
             return
         before = self._counted_step
-        if before is not None and step <= before:  # a near save may count before an older checkpoint does
+        if before is not None and step <= before:  # a near save may complete before an older checkpoint
             return
         if before is not None:
             self._since = replace(self._since, gap_steps=max(self._since.gap_steps or 0, step - before))
@@ -103,17 +103,17 @@ class NearTally:
 
 
 class NearMetrics:
-    """Records the metrics of the near saves of one saver, on rank 0. Thread-safe. ``run`` names the job."""
+    """Records metrics of one saver's near saves, on rank 0. Thread-safe. ``run`` names the job."""
 
     def __init__(self, run: str) -> None:
-        self._run, self._newest_step = run, 0  # of near saves made by this process
+        self._run, self._newest_step = run, 0  # step of the newest near save of this process
 
     def due(self, info: SaveInfo, listing: Listing) -> None:
-        """Record how many steps a crash would lose now, when a near save is due, whether it begins or not."""
+        """Record how many steps a crash would lose now. Called when a near save is due, whether or not it begins."""
         step = info.step or 0
         durable = listing.committed[-1].manifest.step or 0 if listing.committed else 0
         lags = {"lag": step - durable, "near.lag": step - max(durable, self._newest_step)}
-        none = {"near.saves": 0, "near.failures": 0}  # to Prometheus, what is not there has not increased
+        none = {"near.saves": 0, "near.failures": 0}  # creates the counters, so that Prometheus sees them increase
         measure(self._run, {name: max(0, lag) for name, lag in lags.items()} | none)
 
     def made(self, info: SaveInfo) -> None:

@@ -30,7 +30,7 @@ from recckpt.text import Progress
 @dataclass(frozen=True)
 class NearSave:
     begun: BegunNear
-    # the checkpoints below, newest first; known to rank 0. Rule *staged_base*: as of staging.
+    # the checkpoints of the base's chain, newest first; known to rank 0. Rule *staged_base*: as of staging.
     links: Sequence[Checkpoint]
     plan: SavePlan
     job: Job
@@ -43,19 +43,19 @@ class NearSave:
 
         Raises:
             SaveFailedError: a rank has failed, or is missing.
-            WriterFencedError: another writer has taken the output dir over; its list may or may not include the near
-                save.
+            WriterFencedError: another writer has taken over the output dir; its list of near saves may or may not
+                include this one.
         """
         ranks, info, intent = self.job.ranks, self.job.info, self.begun.intent
         with closing(staged):
-            if ranks.rank:  # from now on this rank may not learn the outcome
+            if ranks.rank:  # from here on, this rank may not learn the outcome
                 info.note(outcome=info.words.is_open)
-            ranks.on_each(self._make)  # before any rank of the host writes there
+            ranks.on_each(self._make)  # before any rank of a host writes there
             for join, sources in staged.joins.items():
                 ranks.in_meetings(partial(join, sources))
             head = head_of(staged, self.plan, Attempt(self.to.storage, intent, self.begun.seq), self.job)
             totals: dict[str, Any] = {}
-            # Rule *seal_after_all*: rank 0 composes the seal once all have written.
+            # Rule *seal_after_all*: rank 0 composes the seal after all ranks have written.
             seal = ranks.concluded(self._written(staged), partial(self._composed, head, totals))
             kept = ranks.concluded(lambda: self.tier.seal(intent, seal), lambda _: self._acknowledged())
             self.tier.keep(kept)
@@ -66,7 +66,7 @@ class NearSave:
             self.tier.make(self.begun.intent, self.job.ranks.size)
 
     def _written(self, staged: Staged) -> Callable[[], RankRecord]:
-        """Return the function that returns the record of this rank, after copies to other hosts, if any. Collective."""
+        """Return a function that returns this rank's record, after copying files to other hosts if any. Collective."""
         if not self.begun.copies:
             return partial(self._write_own, staged)
         record = self.job.ranks.in_meetings(partial(self._write_and_copy, staged))
@@ -80,7 +80,7 @@ class NearSave:
         return record
 
     def _write_own(self, staged: Staged) -> RankRecord:
-        """Write the files of this rank; unlike a save, without a log line."""
+        """Write the files of this rank; unlike a save, log no line."""
         progress, directory = Progress("near save", staged.sparse_bytes, has_bar=False), self.begun.intent.directory
         record = write(staged, self.begun.intent, self.job, self.to, progress)
         for problem in file_problems(self.to.storage, directory, record.shard.files):
@@ -91,7 +91,7 @@ class NearSave:
         tables = tables_of_all([record.tables for record in records], self.plan.kind.replaced)
         record = with_shards(replace(head, time=time_now(), tables=tables), [each.shard for each in records])
         totals.update(totals_of(records, tables))
-        # Rule *check_before_seal*: a writer that was overtaken need not seal.
+        # Rule *check_before_seal*: do not seal if another writer has taken over.
         self.tier.in_time(self.fence.check, self.job.ranks.size)
         hosts = self.begun.hosts
         record = standing_on(self.links, record)

@@ -1,4 +1,4 @@
-"""Decides once, for all ranks, what a near save is. Pure."""
+"""Decides for all ranks whether and how a near save begins. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.save.decide import Phase, Proposal, SavePlan, decide
 from recckpt.save.deltas import agreed_kind
 
-_REMEDY = "make room on that host, raise max_bytes where Near has it, or save checkpoints more often"
+_REMEDY = "make room on that host, raise max_bytes if Near sets it, or save checkpoints more often"
 
 
 @dataclass(frozen=True)
 class NearStand:
-    intent: Intent  # of the directory, which does not exist yet
-    cut: int
+    intent: Intent  # for the directory, which does not exist yet
+    cut: int  # staging number
     seq: int  # sequence number of the next commit
     links: Sequence[Checkpoint]  # its parents, newest first. Rule *staged_base*: as they were at staging.
-    stood_in: int = 0  # last step at which a checkpoint was to replace a near save, even if that failed
+    stood_in: int = 0  # last step at which a checkpoint was to replace a near save, even if the checkpoint failed
 
     @property
     def is_of_young_run(self) -> bool:
-        """Whether the run's steps since its newest checkpoint are at least half of the steps before that checkpoint.
+        """Whether the run has made at least half as many steps since its newest checkpoint as before that checkpoint.
 
-        This bounds the number of checkpoints made in place of near saves: each is at 1.5 times the previous step or
-        later.
+        This limits the number of checkpoints made in place of near saves: each is at 1.5 times the step of the previous
+        one or later.
         """
         step, base = self.intent.step, self.links[0].manifest.step
         return step is not None and base is not None and step >= 1.5 * max(base, self.stood_in)
@@ -44,11 +44,11 @@ class NearProposal:
 
 @dataclass(frozen=True)
 class BegunNear:
-    intent: Intent  # of the directory on each host
-    cut: int
+    intent: Intent  # for the directory on each host
+    cut: int  # staging number
     seq: int  # sequence number of the next commit
     hosts: tuple[str, ...]  # the host of each rank
-    copies: int  # how many other hosts get the files of a host
+    copies: int  # how many other hosts get a host's files
 
     def is_first_of_host(self, rank: int) -> bool:
         return self.hosts.index(self.hosts[rank]) == rank
@@ -59,7 +59,7 @@ class NearPlan:
     save: SavePlan
     begun: BegunNear | None  # None if no near save begins
     is_saving: bool  # whether any rank is saving a checkpoint
-    is_outgrown: bool = False  # whether none begins because a young run needs a new checkpoint first
+    is_outgrown: bool = False  # whether no near save begins because a young run needs a new checkpoint first
 
     @property
     def is_too_large(self) -> bool:
@@ -67,15 +67,15 @@ class NearPlan:
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether no near save begins because there is no checkpoint as its base, and no checkpoint is being saved.
+        """Whether no near save begins because it lacks a base, and no checkpoint that could become one is being saved.
 
-        While a checkpoint is being saved, the ranks get their base at different moments.
+        While a checkpoint is being saved, the ranks get their base at different times.
         """
         return self.begun is None and not self.is_too_large and not self.is_saving
 
 
 def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence[NearProposal]) -> NearPlan:
-    """Decide whether and how a near save begins; it may be refused, like any save.
+    """Decide whether and how a near save begins; it may be refused, as any save.
 
     ``stand`` is None if there is no checkpoint as a base. ``copies=None`` means one copy if there are several hosts.
     """
@@ -84,7 +84,7 @@ def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence
     if stand is None and not any(failure.phase is Phase.SETTLE for failure in failures):
         return NearPlan(SavePlan(), None, is_saving)
     kind = agreed_kind([save.delta for save in saves])
-    if kind.base is None and not failures:  # before the space is checked: a near save never holds all rows
+    if kind.base is None and not failures:  # before checking the space, because a near save never holds all rows
         return NearPlan(SavePlan(kind), None, is_saving, stand is not None and stand.is_of_young_run)
     hosts = tuple(each.host for each in proposals)
     n_copies = min(1 if copies is None else copies, len(set(hosts)) - 1)

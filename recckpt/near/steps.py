@@ -1,4 +1,4 @@
-"""The near saves of a run: begins one when it is due and no checkpoint was made."""
+"""Begins the near saves of a run, at steps where one is due and no checkpoint is made."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from recckpt.save.job import State
 
 log = logging.getLogger("recckpt")
 
-_NO_INTERVAL = "near= has no interval: no near save will be made; give Near(PATH, interval=20) to make some"
+_NO_INTERVAL = "near= has no interval: no near save will be made; give Near(PATH, interval=20) to make near saves"
 
 
 class NearSteps:
     """Begins the near saves of a run. Collective; not thread-safe.
 
-    ``regular``, the interval of checkpoints, is for a warning if it leaves few near saves or none.
+    ``regular`` is the interval of checkpoints; if it leaves few near saves or none, a warning is logged.
     """
 
     def __init__(self, saves: NearSaves, regular: When, begin: Moment, is_first: Callable[[], bool]) -> None:
@@ -32,7 +32,7 @@ class NearSteps:
             how_many = "no near save is made" if when.n % regular.n == 0 else "few near saves are made"
             problem = (
                 f"Near(interval={when.n}) is not below save_interval={regular.n}: {how_many}, since a checkpoint that "
-                "is due at the same step takes the place of one; give a smaller interval"
+                "is due at the same step replaces the near save; give a smaller interval"
             )
         if problem is not None and is_first():
             log.warning("%s", problem)

@@ -54,8 +54,8 @@ def rows_are_those_that_torch_gives(mesh):
 
 def what_is_not_rows_stays_dense(mesh):
     for placements, why in (
-        ([Shard(1)], "its columns lie apart (Shard(dim=1)), which is not yet saved by rows: shard it by rows"),
-        ([_StridedShard(0, split_factor=2)], "its rows do not lie in one range on a rank, as by FSDP2 over TP"),
+        ([Shard(1)], "its columns are sharded (Shard(dim=1)), which is not yet saved by rows: shard it by rows"),
+        ([_StridedShard(0, split_factor=2)], "its rows are not one range per rank, as with FSDP2 over TP"),
     ):
         module = nn.Embedding(8, 4)
         local = module.weight.detach().chunk(2, placements[0].dim)[mesh.get_local_rank()].contiguous()
@@ -64,7 +64,7 @@ def what_is_not_rows_stays_dense(mesh):
     module.weight = nn.Parameter(DTensor.from_local(torch.zeros(8, 4), mesh, [Partial()], run_check=False))
     assert "its rows are partial sums (Partial(sum))" in text(module)
     alone = DeviceMesh("cpu", [dist.get_rank()])
-    assert "its mesh has 1 of 2 ranks: make one of all of them" in text(laid_out(alone, [Shard(0)]))
+    assert "its mesh has 1 of 2 ranks: make a mesh of all ranks" in text(laid_out(alone, [Shard(0)]))
     assert "its max_norm writes in forward passes" in text(laid_out(mesh, [Shard(0)], max_norm=1.0))
     model, cpu = nn.Sequential(nn.Embedding(8, 4)), torch.device("cpu")
     flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)

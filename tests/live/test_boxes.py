@@ -68,7 +68,7 @@ GRID = [(rows, part) for rows in ((0, 6), (6, 10)) for part in ((0, 4), (4, 12))
         (columns(((0, 6), (0, 8)), ((0, 6), (8, 12))), "no rank has the rows 6 to 9"),
         (
             columns(((0, 6), (0, 8)), ((0, 6), (8, 12)), ((6, 10), (0, 4)), ((6, 10), (4, 12))),
-            "the rows 0 to 5 are divided into the columns [(0, 8), (8, 12)], others are not",
+            "the rows 0 to 5 are divided into the columns [(0, 8), (8, 12)], other rows are not",
         ),
         (
             [*columns(HALVES[0]), *columns(HALVES[1], slots=("embedding", "sparse_adagrad_sum"))],

@@ -83,7 +83,7 @@ def test_all_that_is_wrong_with_names_is_said_at_once(tower):
     with pytest.raises(LiveTableError) as caught:
         live_tables(tower, optim.SGD(tower.parameters()), names={"users": "t", "tags": "t"}, exclude=["day"])
     assert ": 'day' is not the path of an embedding; did you mean 'days'?" in str(caught.value)
-    assert "'users' and 'tags' are both named 't': tell them apart by names=" in str(caught.value)
+    assert "'users' and 'tags' are both named 't': rename one with names=" in str(caught.value)
 
 
 @mostly_slow()
@@ -121,11 +121,11 @@ def test_a_tied_weight_is_one_table_and_an_optimizer_within_a_wrapper_is_its(tow
         ),
         (
             lambda weight: [optim.RMSprop([weight])],
-            "RMSprop trains it, whose state per row is not known: use one of",
+            "RMSprop trains it, but recckpt does not know its state per row: use one of",
         ),
         (
             lambda weight: [optim.SGD([weight], momentum=0.9, dampening=0.1)],
-            "SGD: dampening spares its first step: use dampening=0",
+            "SGD: dampening skips its first step: use dampening=0",
         ),
     ],
 )

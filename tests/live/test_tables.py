@@ -111,7 +111,7 @@ def test_tables_of_another_model_and_a_live_one_with_the_name_of_one_of_ours_are
             Saver(Clicks(), output_dir=str(tmp_path), tables=tables)
     model = nn.ModuleDict({"a": nn.Embedding(20, 2), "b": HashTable(2, name="a")})
     tables = live_tables(model, optim.SGD(model["a"].parameters()), min_rows=1)
-    with pytest.raises(ValueError, match="two tables are named 'a': give the live one another name by names="):
+    with pytest.raises(ValueError, match="two tables are named 'a': rename the live one with names="):
         Saver(model, output_dir=str(tmp_path), tables=tables)
 
 

@@ -60,7 +60,7 @@ def test_only_rules_without_a_reason_leave_rows_without_a_gradient_as_they_are(r
 def test_a_learning_rate_that_is_no_number_changes_rows_without_a_gradient(rule, lr):
     module, optimizer = made(rule, sparse=False)
     optimizer.param_groups[0]["lr"] = lr
-    assert "makes NaN of every row" in rule_of(optimizer).reason(optimizer.param_groups[0])
+    assert "turns every row into NaN" in rule_of(optimizer).reason(optimizer.param_groups[0])
     assert len(train(module, optimizer, 1)[0]) == N_ROWS
 
 

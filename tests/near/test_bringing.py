@@ -40,7 +40,7 @@ def test_damage_on_one_host_of_several_is_named_with_its_near_dir(tmp_path, capl
     on_hosts(tmp_path, ["a", "b"], lambda run: run.restore())
     [message] = of_near_saves(caplog)
     assert f"another host has what is damaged on one: {socket.gethostname()}:{damaged}" in message
-    assert "it is taken from another host that has it whole" in message
+    assert "it is taken from another host with an intact copy" in message
 
 
 def test_near_saves_that_a_living_process_removes_are_told_of_as_such(tmp_path, caplog, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_host_without_room_for_what_it_lacks_is_named_and_keeps_nothing_of_it(
     assert restored(tmp_path, ["a", NEW]) == BASE
     assert len(errors(caplog)) == 2, "one of each near save"
     for message in errors(caplog):
-        assert "is passed over: it cannot be brought to " in message
+        assert "is passed over: it cannot be copied to " in message
         assert f":{tmp_path / NEW}, which needs " in message
         assert ("free there: make room" if is_known else "No space left on device") in message
         assert "damage" not in message

@@ -65,7 +65,7 @@ def test_files_on_a_host_that_is_not_there_are_missing(tmp_path, caplog):
     on_hosts(tmp_path, ["a", "b"], trained, copies=0)
     assert together(on_hosts(tmp_path, ["a", "a"], lambda run: rows(run.restore()))) == {1: 1.0, 2: 2.0}
     assert len(warnings(caplog)) == 2, "rank 0 speaks for all"
-    assert all("files are on no host that is here" in warning for warning in warnings(caplog))
+    assert all("files are on no host that takes part" in warning for warning in warnings(caplog))
 
 
 def test_ids_that_were_forgotten_since_are_a_reason(tmp_path, caplog):
