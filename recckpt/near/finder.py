@@ -24,16 +24,16 @@ from recckpt.storage import Storage
 from recckpt.text import plural
 
 log = logging.getLogger("recckpt")
-_VOID = "it does not count any more: since it was made ids were forgotten, or another process took the output dir over"
-_NO_BASE = "the checkpoint that it stands on is damaged or gone, or cannot be read"
-_LOOKS = 3  # where what was listed is gone when it is read
+_VOID = "it is no longer valid: ids were forgotten since it was made, or another process has taken over the output dir"
+_NO_BASE = "its base checkpoint is damaged, missing or unreadable"
+_LOOKS = 3  # listings to try, if listed files are gone when they are read
 _T = TypeVar("_T")
 
 
 def skipped(
     seen: Iterable[SeenSave], near_list: NearList, candidates: Sequence[Checkpoint]
 ) -> list[tuple[Checkpoint, str]]:
-    """Return the near saves newer than the first candidate, oldest first, each with the reason why it is unusable."""
+    """Return the unusable near saves newer than the first candidate, oldest first, each with the reason."""
     newest = candidates[0].manifest.order if candidates else (0, 0)
     saves = []
     for save, files in sorted(seen, key=lambda each: each[0].manifest.order):
@@ -43,7 +43,7 @@ def skipped(
             reason = _NO_BASE if near_list.counts(record.save_id) else _VOID
             if reason == _NO_BASE and n_missing:
                 of, verb = plural(len(record.files), "file"), "is" if n_missing == 1 else "are"
-                reason = f"{n_missing} of its {of} {verb} on no host that is here, or cut short"
+                reason = f"{n_missing} of its {of} {verb} on no host that takes part, or cut short"
             saves.append((save, reason))
     return saves
 
@@ -55,15 +55,15 @@ class NearFinder(CandidateFinder):
 
     def __init__(self, dir: NearDir, storage: Storage, concurrency: int, noted: NotedHost) -> None:
         self._dir, self._storage, self._concurrency, self._noted = dir, storage, concurrency, noted
-        self._files_here: Mapping[str, frozenset[str]] = {}  # by directory, as of the last look
-        self._skipped: Sequence[tuple[Checkpoint, str]] = ()  # as of the last look, on rank 0
-        self._logged = set[str]()  # directories of near saves that were logged
+        self._files_here: Mapping[str, frozenset[str]] = {}  # directory -> files on this host, at the last listing
+        self._skipped: Sequence[tuple[Checkpoint, str]] = ()  # of the last listing, on rank 0
+        self._logged = set[str]()  # directories of near saves whose loss was logged
 
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
         """Return the bank, and the checkpoints and near saves that may be restored, newest first.
 
         Arguments are as in the base class. If the first is a near save, all its bytes are verified (rule
-        *verify_before_choice*), and hosts that lack needed files receive them. If a listed checkpoint is gone, the
+        *verify_before_choice*), and hosts that lack needed files receive them. If a listed near save is gone, the
         listing is repeated (rule *relist_when_gone*).
         """
         located = ranks.on_first(bank)
@@ -77,7 +77,7 @@ class NearFinder(CandidateFinder):
             except CheckpointRemovedError as error:
                 log.info("%s; looking again", error)
             else:
-                # Log once which near save is lost, and what is restored instead.
+                # Log each lost near save once, and what is restored instead.
                 restored = whole[0].ckpt_id if whole else "nothing"
                 for save, reason in self._skipped:
                     if save.directory not in self._logged:
@@ -86,8 +86,8 @@ class NearFinder(CandidateFinder):
                         log.warning("near save %s of step %s is passed over for %s: %s", name, step, restored, reason)
                 return located, whole
         log.warning(
-            "%s: near saves there are passed over, since they are removed meanwhile: the process that makes them is "
-            "probably alive; end it, and restore again",
+            "%s: near saves there are passed over, because they disappear while they are read: the process that makes "
+            "them is probably still running; end it, and restore again",
             self._dir.storage.url,
         )
         return located, [candidate for candidate in candidates if candidate.near_dir is None]
@@ -101,9 +101,9 @@ class NearFinder(CandidateFinder):
     def _listed(self, usable: Usable, views: Sequence[HostView]) -> list[Checkpoint]:
         listing, checkpoints = usable()
         self._skipped = ()
-        try:  # rule *list_read_last*: after the near dirs and the manifests
+        try:  # rule *list_read_last*: read after the near dirs and the manifests
             near_list = last_takeover(self._storage).near
-        except (CorruptCheckpointError, FormatVersionError):  # which is in the listing as damaged
+        except (CorruptCheckpointError, FormatVersionError):  # the listing reports this damage
             return list(checkpoints)
         seen_saves = seen(self._dir, views)
         counted = counting(complete(seen_saves), listing, near_list)
@@ -119,14 +119,14 @@ class NearFinder(CandidateFinder):
         return candidates
 
     def _here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return candidates of rank 0, with the near dir replaced by this rank's own. Not collective."""
+        """Return rank 0's candidates, with this rank's own near dir in place of rank 0's. Not collective."""
         own = self._dir.storage
         return [each if each.near_dir is None else replace(each, near_dir=own) for each in candidates]
 
     def _from_first_whole(
         self, ranks: Ranks, candidates: Sequence[Checkpoint], needed: Needed, *, is_first_look: bool = False
     ) -> list[Checkpoint]:
-        """Return the candidates that follow, and include, the first checkpoint or intact near save.
+        """Return the candidates from the first checkpoint or intact near save on.
 
         Raises:
             CheckpointRemovedError: at the first look, a near save was removed after it was listed.
@@ -139,19 +139,19 @@ class NearFinder(CandidateFinder):
                 return list(candidates[number:])
             if is_first_look and isinstance(problem, CheckpointRemovedError):
                 raise problem
-            if ranks.rank == 0:  # for all
+            if ranks.rank == 0:  # logs for all ranks
                 how = "damaged and passed over" if isinstance(problem, RecckptError) else "passed over"
                 log.error("near save %s is %s: %s", candidate.manifest.save_id, how, problem)
         return []
 
     def _problem_of(self, ranks: Ranks, save: Checkpoint, needed: Needed) -> Exception | None:
-        """Return why all ranks skip a near save; None once the needed files are on this host. Rule *one_choice*."""
+        """Return why all ranks skip a near save; None once this host has the needed files. Rule *one_choice*."""
         problem, of_hosts = ranks.concluded(lambda: self._checked_here(save, ranks.rank), partial(_concluded, save))
         if problem is not None or ranks.size == 1:
             return problem
         for error in (error for host in of_hosts for error in host.errors if ranks.rank == 0):
-            log.warning("near save %s: another host has what is damaged on one: %s", save.manifest.save_id, error)
-        # Bring what ranks need and their hosts lack from hosts that have it.
+            log.warning("near save %s: another host has an intact copy of a file: %s", save.manifest.save_id, error)
+        # Copy files that ranks need and their hosts lack, from hosts that have them.
         bringing = Bringing.of(save, ranks.gather(Place.of(self._dir, needed(save))), of_hosts)
         shortage = bringing.shortage()
         if shortage is not None or not bringing.moves:
@@ -162,10 +162,10 @@ class NearFinder(CandidateFinder):
         failures = ranks.in_meetings(lambda meetings: move(meetings, self._dir.storage, save.directory, bringing.moves))
         if not failures:
             for what in bringing.in_words() if ranks.rank == 0 else ():
-                log.info("near save %s: brought %s", save.manifest.save_id, what)
+                log.info("near save %s: copied %s", save.manifest.save_id, what)
             return None
         if is_taking and save.directory not in self._files_here:
-            self._dir.try_remove(save.directory)  # the copied files have no seal, and would use space
+            self._dir.try_remove(save.directory)  # the copied files have no seal, and would only use space
         return bringing.failure(failures[0].move.receiver, failures[0].reason)
 
     def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
@@ -173,7 +173,7 @@ class NearFinder(CandidateFinder):
         return None if names is None else whole_files(save, names, self._concurrency, rank)
 
     def _note(self, save: Checkpoint) -> None:
-        """Note this host before it gets rows. Failures are only logged, because the next near save tries again."""
+        """Note that this host has near saves, before it gets rows. Only log a failure; the next near save retries."""
         try:
             self._noted.note(save.manifest.epoch)
         except OSError as error:

@@ -19,7 +19,7 @@ from recckpt.parallel.ranks import Meetings
 from recckpt.storage import Draft, Storage
 
 _READ_BYTES = 1 << 20  # per read, so that the bytes are still in the CPU cache when copied
-ROUND_BYTES = 8 << 20  # that a rank sends, or is sent, at a meeting
+ROUND_BYTES = 8 << 20  # the most that a rank sends, or receives, per round
 
 
 def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
@@ -35,9 +35,9 @@ def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """Return, per rank, the ranks that receive its files: one on each host that gets a copy.
+    """Return, for each rank, the ranks that receive its files: one on each host that gets a copy.
 
-    The work is shared by order: the second rank of a host receives the files of the second rank of another host.
+    Receivers are matched by order: the second rank of a host receives the files of the second rank of another host.
     """
     targets = copies_of(hosts, copies)
     ranks_on = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
@@ -49,7 +49,7 @@ def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
-    """Return, per rank, the ranks whose files are on its host: its own ranks, and ranks copied to it."""
+    """Return, for each rank, the ranks whose files are on its host: the host's own ranks, and ranks copied there."""
     targets = copies_of(hosts, copies)
     return [
         frozenset(rank for rank, host in enumerate(hosts) if here in (host, *targets.get(host, ()))) for here in hosts
@@ -60,9 +60,9 @@ def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
 class Move:
     name: str  # within the directory of the near save
     n_bytes: int
-    xxh3: int | None  # its checksum; None where none is known, so that what arrives is compared with what was read
-    sender: int  # the rank that has it
-    receiver: int  # the rank that gets it, on another host
+    xxh3: int | None  # checksum of the file; if None, the receiver compares with the checksum that the sender computes
+    sender: int  # the rank that has the file
+    receiver: int  # the rank that gets the file, on another host
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class MoveFailure:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes [begin, end) of what a move sends: the file, followed by the checksum of the bytes read."""
+    """Bytes [begin, end) of a sent file, which is followed by the checksum of the bytes read."""
 
-    number: int  # of the move
+    number: int  # number of the move
     begin: int
     end: int
 
@@ -84,12 +84,12 @@ class Stretch:
         return self.end - self.begin
 
 
-DIGEST_BYTES = 8  # behind each file
-Rounds = list[list[Stretch]]  # what one rank sends another, round by round
+DIGEST_BYTES = 8  # length of the checksum behind each file
+Rounds = list[list[Stretch]]  # the stretches that one rank sends to another, per round
 
 
 def rounds_by_pair(moves: Sequence[Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
-    """Return (sender, receiver) -> the bytes to send per round; files of a pair follow one another in order.
+    """Return (sender, receiver) -> the bytes to send per round; a pair sends its files one after another, in order.
 
     No rank sends or receives more than ``round_bytes`` in one round, but at least one byte for each peer.
     """
@@ -120,7 +120,7 @@ def _rounds(sizes: Mapping[int, int], share: int) -> Rounds:
 
 
 class Outgoing:
-    """A file that this rank sends, read from start to end; ``failure`` is why reading failed. Not thread-safe."""
+    """A file that this rank sends, read from start to end; ``failure`` says why reading failed. Not thread-safe."""
 
     def __init__(self, storage: Storage, directory: str, of: Move) -> None:
         self._storage, self._path, self._n_bytes = storage, layout.join(directory, of.name), of.n_bytes
@@ -143,7 +143,7 @@ class Outgoing:
         except OSError as error:
             self.failure = str(error)
         if self.failure is None and len(parcel) > n_bytes:
-            self.close()  # there may be many files, so few are open at a time
+            self.close()  # closed as soon as it is read, because there may be many files
             at = begin + n_bytes - self._n_bytes
             parcel[n_bytes:] = np.frombuffer(self._hash.digest(), np.uint8)[at : at + len(parcel) - n_bytes]
 
@@ -167,7 +167,7 @@ class Outgoing:
 
 
 class Incoming:
-    """A file that this rank receives, visible once it is published. Not thread-safe."""
+    """A file that this rank receives; it becomes visible when it is published. Not thread-safe."""
 
     def __init__(self, storage: Storage, directory: str, of: Move) -> None:
         self._storage, self._path, self._of = storage, layout.join(directory, of.name), of
@@ -176,7 +176,7 @@ class Incoming:
         self._failure: str | None = None
 
     def take(self, parcel: Parcel, begin: int) -> None:
-        """Write the parcel's bytes from ``begin`` on. After a write failure all bytes are dropped."""
+        """Write the parcel's bytes from ``begin`` on. After a write failure, ignore all further bytes."""
         n_bytes = min(len(parcel), max(0, self._of.n_bytes - begin))
         self._digest += parcel[n_bytes:].tobytes()
         if self._failure is not None:
@@ -193,7 +193,7 @@ class Incoming:
             self._failure = str(error)
 
     def publish(self) -> str | None:
-        """Publish the file if its size and checksum are right; otherwise return what is wrong."""
+        """Publish the file if its size and checksum are right; otherwise return the problem."""
         found, expected = self._hash.intdigest(), self._of.xxh3
         if expected is None:
             expected = int.from_bytes(self._digest, "big")
@@ -230,12 +230,12 @@ def move(
     *,
     round_bytes: int = ROUND_BYTES,
 ) -> list[MoveFailure]:
-    """Copy files of a near save between ranks; return the files that did not arrive, the same on all ranks. Collective.
+    """Copy files of a near save between ranks; return the failed moves, the same on all ranks. Collective.
 
     A file appears at its receiver once its size and checksum are right (rule *copy_checked*), and replaces an existing
     file. A file that cannot be read, does not fit or cannot be written fails only its own move. ``moves`` must be the
-    same on all ranks, in the same order, and none from a rank to itself. A rank sends and receives at most
-    ``round_bytes`` per meeting.
+    same on all ranks, in the same order, and no move may be from a rank to itself. A rank sends and receives at most
+    ``round_bytes`` per round.
     """
     if not moves:
         return []
@@ -252,7 +252,7 @@ def move(
         unread = {n: file.failure for n, file in sent.items()}
     of_ranks = meetings.gather((unfit, unread))
     failures: dict[int, str] = {}
-    for kind in (0, 1):  # a sender's failure is the cause of the receiver's
+    for kind in (0, 1):  # a sender's failure replaces the receiver's, because it is the cause
         for each in of_ranks:
             failures |= {n: why for n, why in each[kind].items() if why is not None}
     return [MoveFailure(moves[n], failures[n]) for n in sorted(failures)]
@@ -302,11 +302,11 @@ def copy_files(
     copies: int,
     buffers: MoveBuffers,
 ) -> None:
-    """Copy the files of each rank to the hosts that follow its own host; return when all have arrived. Collective.
+    """Copy each rank's files to the hosts that follow its own host; return when all files have arrived. Collective.
 
-    ``files`` are those of this rank, in a directory that each host has created; ``hosts`` has the host of each rank.
-    All arguments but ``storage`` and ``files`` are the same on all ranks. If a copy did not arrive, all ranks raise
-    the same RecckptError.
+    ``files`` are the files of this rank, in a directory that each host has created; ``hosts`` has the host of each
+    rank. All arguments but ``storage`` and ``files`` are the same on all ranks. If a copy did not arrive, all ranks
+    raise the same RecckptError.
     """
     takers = receivers(hosts, copies)
     moves = [

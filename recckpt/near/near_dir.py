@@ -34,7 +34,7 @@ _URL_BYTES = 1 << 16
 
 
 class NearStorage(LocalStorage):
-    """Files of near saves. Together they may use ``most_bytes``; None for all free space."""
+    """Files of near saves, which together may use ``most_bytes``; None for all free space."""
 
     def __init__(self, path: str, most_bytes: int | None) -> None:
         super().__init__(path)
@@ -54,7 +54,7 @@ class NearStorage(LocalStorage):
         return super().free_bytes()
 
     def check_room(self) -> None:
-        """Raise OSError if near saves use more than ``most_bytes``, because the estimates ignore small files."""
+        """Raise OSError if near saves use more than ``most_bytes``; the estimates before a save ignore small files."""
         if self._most_bytes is not None and (used := self.used_bytes) > self._most_bytes:
             problem = f"found {size(used)} of near saves, expected {size(self._most_bytes)} at most (max_bytes)"
             raise OSError(errno.ENOSPC, f"{problem}; three times the largest is enough", self.url)
@@ -62,19 +62,19 @@ class NearStorage(LocalStorage):
 
 @dataclass(frozen=True)
 class Sealed:
-    directory: str  # in the near dir
-    seal: bytes  # its ``near.json``
-    files: frozenset[str]  # those present with their size
+    directory: str  # inside the near dir
+    seal: bytes  # contents of its ``near.json``
+    files: frozenset[str]  # files that are present with the right size
 
 
 class NearDir:
     """The directory of one output dir's near saves on this host. Creates nothing before the first call of :meth:`host`.
 
     Attributes:
-        path: the near dir, shared by all output dirs.
-        place: 16 hex digits that identify the output dir. Rule *run_identity*: near saves of other output dirs are not
-            seen.
-        storage: the directory of this place.
+        path: the near dir, which all output dirs share.
+        place: 16 hex digits that identify the output dir. Rule *run_identity*: near saves of other output dirs are
+            ignored.
+        storage: the directory of ``place``.
     """
 
     def __init__(self, near: Near, place: str, url: str | None = None) -> None:
@@ -83,7 +83,7 @@ class NearDir:
 
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
-        """Return the near dir of an output dir; PermissionError if it is a link or belongs to another user."""
+        """Return the near dir of an output dir. Raises PermissionError if it is a link or another user's."""
         path = Path(os.path.expanduser(near.path))  # noqa: PTH111  # as below
         with suppress(*ABSENT):
             check_owner(path, _OWN, may_be_of_root=True)
@@ -97,7 +97,7 @@ class NearDir:
         return Path(self.path, near_seal.NEAR_ROOT)
 
     def host(self) -> str:
-        """Return the id of this host, which is stored in the near dir. Creates the near dir and the id if missing.
+        """Return the id of this host, which is stored in the near dir. Create the near dir and the id if missing.
 
         Raises OSError if the near dir is not writable, or the file with the id is damaged.
         """
@@ -107,14 +107,14 @@ class NearDir:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(self.root, _OWN)
         self.storage.prepare()
-        if self._url is not None:  # first: a reader that finds the id also finds this
+        if self._url is not None:  # written before the id, so that a reader that finds the id also finds the URL
             self.storage.replace(near_seal.NEAR_URL, self._url.encode())
         with suppress(FileExistsError):
             self.storage.put_if_absent(near_seal.NEAR_HOST, secrets.token_hex(16).encode())
         return self._host()
 
     def known_host(self) -> str | None:
-        """Return the id of this host; None if there is no readable id. Creates nothing."""
+        """Return the id of this host; None if no readable id exists. Creates nothing."""
         with suppress(OSError):
             return self._host()
         return None
@@ -122,19 +122,19 @@ class NearDir:
     def _host(self) -> str:
         host = self.storage.read(near_seal.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
         if not near_seal.is_host(host):
-            problem = f"found {host!r:.40}, expected 32 hex digits: remove it, and the next near save makes another"
+            problem = f"found {host!r:.40}, expected 32 hex digits: remove it; the next near save makes a new one"
             raise OSError(errno.EIO, problem, self.storage.url_of(near_seal.NEAR_HOST))
         return host
 
     def url(self) -> str | None:
-        """Return the URL of the output dir, as its first writer on this host named it; None if unknown."""
+        """Return the URL of the output dir, as its first writer on this host has recorded it; None if unknown."""
         with suppress(*ABSENT, NotPlainError, UnicodeDecodeError):
             url = self.storage.read(near_seal.NEAR_URL, _URL_BYTES).decode()
             return url if _place(url) == self.place else None
         return None
 
     def begin(self, intent: Intent) -> None:
-        """Make the directory of a near save; OSError if that fails. Rule *never_overwrite*: its name is new."""
+        """Make the directory of a near save. Raises OSError if that fails. Rule *never_overwrite*: its name is new."""
         with suppress(FileExistsError):
             self.storage.make_dir(intent.directory.rpartition("/")[0])
         self.storage.make_dir(intent.directory)
@@ -142,11 +142,11 @@ class NearDir:
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
         path, data = layout.join(intent.directory, near_seal.NEAR_JSON), near_seal.encode(seal)
-        near_seal.decode(data, path)  # never write a seal that readers would not accept
+        near_seal.decode(data, path)  # checks that readers will accept the seal
         self.storage.put_if_absent(path, data)
 
     def sealed(self) -> Iterator[Sealed]:
-        """Yield all sealed near saves, even if files are missing; damaged seals are logged.
+        """Yield all sealed near saves, even if files are missing; log damaged seals.
 
         Raises OSError if the directory cannot be read.
         """
@@ -159,7 +159,7 @@ class NearDir:
                 yield Sealed(directory, data, frozenset(files - missing))
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:
-        """Return the near save of a seal; None, with a log line, if the seal is damaged or of another output dir."""
+        """Return the near save of a seal. If the seal is damaged or of another output dir, log that and return None."""
         path = layout.join(directory, near_seal.NEAR_JSON)
         try:
             seal = near_seal.decode(data, path)
@@ -167,7 +167,7 @@ class NearDir:
             log.warning("%s: a near save is passed over: %s", self.storage.url, error)
             return None
         if seal.place != self.place or near_seal.near_dir(seal.manifest.save_id) != directory:
-            log.warning("%s: %s is passed over: it was made elsewhere", self.storage.url, path)
+            log.warning("%s: %s is passed over: it belongs to another output dir or directory", self.storage.url, path)
             return None
         return Checkpoint(directory, seal.manifest, near_dir=self.storage)
 
@@ -177,22 +177,22 @@ class NearDir:
             yield from sorted(name for name in names if near_seal.parse_near(name) is not None)
 
     def clear(self) -> list[str]:
-        """Remove all near saves, sealed or not; return their directories. OSError if files are left."""
+        """Remove all near saves, sealed or not; return their directories. Raises OSError if files remain."""
         directories = list(self.directories())
         for directory in directories:
             self.remove(directory)
         return directories
 
     def remove(self, directory: str) -> None:
-        """Remove a near save, its seal first, so that no reader takes the rest for a complete one.
+        """Remove a near save, its seal first, so that no reader takes the remaining files for a complete near save.
 
-        Raises OSError if files are left.
+        Raises OSError if files remain.
         """
         self.storage.remove(layout.join(directory, near_seal.NEAR_JSON))
         for name in self.storage.list_files(directory):
             self.storage.remove(layout.join(directory, name))
         self.storage.remove_empty_dirs(directory)
-        with suppress(OSError):  # other near saves of its epoch are left
+        with suppress(OSError):  # raised if other near saves of the epoch remain
             self.storage.remove_empty_dirs(directory.rpartition("/")[0])
 
     def try_remove(self, directory: str) -> bool:
@@ -204,9 +204,9 @@ class NearDir:
         return True
 
     def remove_drafts(self, directory: str) -> None:
-        """Remove the drafts that a dead writer or restore left in a near save.
+        """Remove the drafts that a dead writer or restore has left in a near save.
 
-        Raises OSError if any could not be removed.
+        Raises OSError if a draft could not be removed.
         """
         for name in filter(layout.is_draft, self.storage.list_files(directory)):
             self.storage.remove(layout.join(directory, name))
@@ -222,7 +222,7 @@ class NearDir:
 
 
 def places(near: Near) -> list[NearDir]:
-    """Return the directories of all output dirs in a near dir; OSError if the near dir cannot be read."""
+    """Return the directories of all output dirs in a near dir. Raises OSError if the near dir cannot be read."""
     names = LocalStorage(layout.join(_path(near), near_seal.NEAR_ROOT)).list_dirs()
     return [NearDir(near, name) for name in names if near_seal.is_place(name)]
 
@@ -240,14 +240,14 @@ def _path(near: Near) -> str:
 
 
 class NotedHost:
-    """The note of this host in an output dir. One rank of the host writes it. Not thread-safe."""
+    """The record in an output dir that this host has near saves. One rank of the host writes it. Not thread-safe."""
 
     def __init__(self, storage: Storage, near_dir: NearDir) -> None:
         self._storage, self._dir = storage, near_dir
-        self._epoch: int | None = None  # in which it was noted: an output dir that is made anew has lost it
+        self._epoch: int | None = None  # epoch of the note; an output dir that was made anew has lost the note
 
     def note(self, epoch: int, reach: Callable[[], object] = lambda: None) -> None:
-        """Note the host before it gets rows, once per epoch; ``reach`` is called before the write.
+        """Write the note before the host gets rows, once per epoch; call ``reach`` before the write.
 
         Raises OSError if the near dir or the output dir cannot be used.
         """
@@ -257,7 +257,7 @@ class NotedHost:
             self._epoch = epoch
 
     def remove(self) -> None:
-        """Remove the note, because no near save is left on this host. A failure is logged."""
+        """Remove the note, because no near save is left on this host. Log a failure."""
         self._epoch = None
         try:
             self._storage.remove(near_seal.host_note(self._dir.host()))

@@ -1,6 +1,6 @@
 """Near saves: changes since the newest checkpoint, written to a near dir by the writer of checkpoints.
 
-The steps are those of docs/format.md, section 16. Only the first two are on the path of training.
+The steps are those of docs/format.md, section 16. Training waits only for the first two.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ log = logging.getLogger("recckpt")
 _WORDS = OutcomeWords(
     failed="no near save was made; training goes on",
     lost="no near save was made",
-    is_open="it was made only if all hosts had sealed it, which a restarted job will find",
-    is_committed="the near save was made all the same",
+    is_open="it counts only if all hosts have sealed it, which a restarted job will check",
+    is_committed="the near save was made nevertheless",
 )
 
 
 class LeftOutNear:
     """Makes all ranks skip the same near saves while one is running.
 
-    A near save ends at a different moment on each rank, when the ranks are at different steps. Therefore the ranks
-    meet once after the work: each rank sends the number of near saves it has skipped, and all ranks skip as many as the
-    rank with the most. So no communication is needed when a near save is due.
+    A near save ends at a different time on each rank, when the ranks are at different steps. Therefore the ranks meet
+    once after the work: each rank sends the number of near saves it has skipped, and all ranks skip as many as the rank
+    with the most. So ranks need not communicate when a near save is due.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class LeftOutNear:
         self._over = Latch()
 
     def leaves_out(self) -> bool:
-        """Return whether to skip the near save due now. Waits while the ranks meet. Called by the training thread."""
+        """Return whether to skip the near save due now. Called by the training thread; waits while the ranks meet."""
         with self._lock:
             if not self._is_counted:
                 self._n_left_out += 1
@@ -67,7 +67,7 @@ class LeftOutNear:
         return is_left_out
 
     def agree(self, ranks: Ranks) -> None:
-        """Agree on the number to skip. Collective.
+        """Agree on the number of near saves to skip. Collective.
 
         Raises RecckptError if a rank is missing.
         """
@@ -75,7 +75,7 @@ class LeftOutNear:
         self._n_of_all = max(ranks.on_all(lambda: self._n_left_out))
 
     def end(self) -> None:
-        """End the skipping at the agreed number; without an agreement, immediately."""
+        """Stop skipping at the agreed number; without an agreement, stop immediately."""
         self._count()
         self._over.set()
 
@@ -98,27 +98,27 @@ class NearSaves:
         runner: SaveRunner,
         loader: Loader,
     ) -> None:
-        assert to.changes is not None  # near= is refused without deltas
+        assert to.changes is not None  # near= requires deltas
         self._live, self._durable, self._changes, self.tier, self.fence = live, to, to.changes, tier, to.fence
         self._runner, self._loader, self._metrics = runner, loader, NearMetrics(loader.run)
         self._to = replace(
             to,
             storage=tier.dir.storage,
             transport=Transport(),
-            sparse_saver=SparseSaver(to.concurrency),  # its own, because the buffers serve one save at a time
+            sparse_saver=SparseSaver(to.concurrency),  # not shared, because its buffers serve one save at a time
             min_free_bytes=0,
             buffers=DenseBuffers(),
             digests=RankDigests(),
         )
-        # Separate groups: a rank that does not answer in a near save must not fail a checkpoint.
+        # Separate process groups: a rank that does not answer in a near save must not fail a checkpoint.
         self.ranks, self._worker = RanksNow(tier.timeout_sec), Worker[LeftOutNear]("recckpt-near")
         self._based: Ranks | None = None  # ranks that all have a base
-        self._logged = False  # what has gone wrong since the last near save that was acknowledged
+        self._logged = False  # whether a failure was logged since the last acknowledged near save
         self._is_off = self._has_said_fewer = False
-        self._stood_in = 0  # the step of the last checkpoint in place of one, whether it was made or has failed
+        self._stood_in = 0  # step of the last checkpoint in place of a near save, even if that checkpoint failed
         self._fenced: WriterFencedError | None = None
         self._tally = NearTally()
-        to.timeline.bring_along(self._tally.take)  # the near saves since the previous checkpoint
+        to.timeline.bring_along(self._tally.take)  # adds counts of near saves to the line of each checkpoint
 
     @property
     def counts(self) -> NearCounts:
@@ -136,7 +136,7 @@ class NearSaves:
     def begin(self, rank: int, size: int, step: int, state: State) -> bool:
         """Begin a near save of this step; return False if a checkpoint must be made first.
 
-        Raises WriterFencedError if another process has taken the output dir over.
+        Raises WriterFencedError if another process has taken over the output dir.
         """
         if self._is_off:
             self._check_fence()
@@ -149,7 +149,7 @@ class NearSaves:
         if self._worker.task is not None and self._worker.task.leaves_out():
             self._tally.note_skipped(step, "under_way")
             return True
-        self._worker.wait()  # its work is done
+        self._worker.wait()  # only for the thread to end: its work is done
         try:
             return self._begin(info, ranks, state)
         except WriterFencedError:
@@ -179,7 +179,7 @@ class NearSaves:
             if failure is not None:
                 raise failure
 
-        with ExitStack() as closed_on_error:  # 1. All agree whether to begin, and 2. have staged by then.
+        with ExitStack() as closed_on_error:  # Step 1: all agree whether to begin. Step 2: each stages, before that.
             own = propose(self._live, job, to, settle, closed_on_error)
             proposal = NearProposal(own.proposal, host, self._runner.is_running)
             plan = ranks.concluded(lambda: proposal, partial(decide_near, stand, self.tier.copies))
@@ -206,7 +206,7 @@ class NearSaves:
                 turn = LeftOutNear()
                 self._worker.begin(turn, partial(self._run, save, staged, turn), staged.close)
             except Exception:
-                self._is_off = save.job.ranks.size > 1  # the other ranks have begun, and wait for this rank in vain
+                self._is_off = save.job.ranks.size > 1  # the other ranks have begun, and would wait for this rank
                 raise
         return True
 
@@ -216,15 +216,15 @@ class NearSaves:
         return self._changes.base is not None and is_settled
 
     def _hold(self) -> int:
-        """Take the output dir over, unless this was done before, and return the epoch. Called on rank 0.
+        """Take over the output dir, unless this was done before, and return the epoch. Called on rank 0.
 
-        Rule *takeover_before_near*: no near save is made before the list of the takeover is published.
+        Rule *takeover_before_near*: no near save is made before the takeover's list of near saves is published.
         """
         self.fence.hold_once(is_resumed=self._loader.is_resumed)
         return self.fence.epoch
 
     def _look(self, ranks: Ranks, step: int | None) -> tuple[Changes, str, NearStand | None, Exception | None]:
-        """Return this rank's changes, its host ("" if unknown), the stand (only on rank 0), and the failure, if any.
+        """Return this rank's changes, its host ("" if unknown), the stand (only on rank 0), and the failure or None.
 
         Raises nothing, and creates nothing except a host id.
         """
@@ -233,12 +233,12 @@ class NearSaves:
         if ranks.rank or host is None:
             return changes, host or "", None, failure
         stand, failure = outcome_of(lambda: self._stand(changes, step))
-        if _base_of(changes) != _base_of(self._changes):  # committed meanwhile: rotation did not see this one
+        if _base_of(changes) != _base_of(self._changes):  # a commit in between: rotation may remove the old base
             return self._look(ranks, step)
         return changes, host, stand, failure
 
     def _prepared(self, ranks: Ranks) -> str:
-        """Return the id of this host; rank 0 first confirms the base and carries out pending requests to forget."""
+        """Return the id of this host. First, rank 0 confirms the base and carries out pending requests to forget."""
         has_work = self._changes.has_candidate or not self.fence.is_settled
         if ranks.rank == 0 and self._has_base and has_work:
             self.tier.reach(ranks.size)
@@ -256,16 +256,16 @@ class NearSaves:
         links = chain_of(fence.listing, base.save_id)
         if not links:
             return None
-        if not fence.is_settled:  # a checkpoint instead of a near save would not help
-            raise RecckptError(f"{self._durable.storage.url}: ids are yet to be forgotten there, as the log says")
+        if not fence.is_settled:  # an error, because a checkpoint in place of a near save would not help
+            raise RecckptError(f"{self._durable.storage.url}: a request to forget ids is unfinished; the log says why")
         return NearStand(intent, cut, fence.listing.next_seq, links, self._stood_in)
 
     def _without_base(self, ranks: Ranks) -> NearPlan | None:
         """Return the plan to make no near save if a rank has no base; None if all have one. Collective until all have
         one.
 
-        Called before staging, because staging is useless without a base. Once all ranks have a base, hosts also free
-        space.
+        Called before staging, which would be useless without a base. When all ranks have a base for the first time,
+        hosts also free space.
         """
         own = self.ranks.of(ranks.rank, ranks.size)
         if self._based is own:
@@ -278,8 +278,8 @@ class NearSaves:
         return None
 
     def _presence(self) -> tuple[bool, bool]:
-        self._check_fence()  # ranks may lose the output dir one by one
-        self.tier.dir.host()  # fails here if a host has no near dir, before a checkpoint would be made instead
+        self._check_fence()  # ranks may notice at different times that the output dir was taken over
+        self.tier.dir.host()  # raises here if a host has no near dir, before a checkpoint is made instead
         return self._has_base, self._runner.is_running
 
     def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:
@@ -299,14 +299,14 @@ class NearSaves:
         return True
 
     def _run(self, save: NearSave, staged: Staged, turn: LeftOutNear) -> None:
-        """Do the work of a near save in its thread. Every error is recorded as a failure of this near save."""
+        """Do the work of a near save in its thread. Records every error as a failure of this near save."""
         info, ranks = save.job.info, save.job.ranks
         try:
             try:
                 save.write(staged)
             except Exception as error:
-                # What went wrong between the ranks is an error of recckpt on all of them. Of any other the others know
-                # nothing: they wait for this rank, which must not meet them elsewhere meanwhile.
+                # A RecckptError between ranks is raised on all of them. Other errors are known to this rank only: the
+                # other ranks wait for it, and it must not meet them elsewhere meanwhile.
                 self._is_off = ranks.size > 1 and not isinstance(error, RecckptError)
                 self._fail(error, info, ranks)
             else:
@@ -330,11 +330,11 @@ class NearSaves:
             self._fenced = error
             return
         self._is_off = self._is_off or ranks.has_lost
-        if not self._is_off:  # else another may still write there; it goes at the next takeover
+        if not self._is_off:  # otherwise another rank may still write there; the next takeover removes the files
             self.tier.give_up()
         if ranks.rank == 0:
             self._metrics.failed()
-            if not self._logged:  # else the lines of near saves would leave no room for those of checkpoints
+            if not self._logged:  # otherwise lines of near saves would displace lines of checkpoints
                 self._durable.timeline.keep(info)
             ending = "; no more are made in this process" if self._is_off else ""
             log.log(logging.DEBUG if self._logged else logging.WARNING, "near save failed%s: %s", ending, error)

@@ -1,4 +1,4 @@
-"""Which files of near saves the hosts have, and which near saves are valid (docs/format.md, section 16)."""
+"""Which files of near saves each host has, and which near saves are valid (docs/format.md, section 16)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recckpt.policies.options import Near
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
-Gather = Callable[[Any], list[Any]]  # the values of all ranks, in their order; collective
-SeenSave = tuple[Checkpoint, set[str]]  # a near save that a host has sealed, and its files that any host has whole
+Gather = Callable[[Any], list[Any]]  # returns the values of all ranks, in rank order; collective
+SeenSave = tuple[Checkpoint, set[str]]  # a near save that a host has sealed, and its files that are whole on any host
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView
 
 
 def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
-    """Return whether a rank is the first one with its near dir; False if the dir cannot be used. Collective."""
+    """Return whether a rank is the first one with its near dir; False if its near dir is unusable. Collective."""
     hosts: list[HostSeen | None] = gather(host_of(near_dir))
     return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 
@@ -62,7 +62,7 @@ def is_complete(save: Checkpoint, files: Collection[str]) -> bool:
 
 def host_of(near_dir: NearDir) -> HostSeen | None:
     try:
-        # Its id and the file that has it: a near dir that was copied from another host has its id too.
+        # The id and the identity of its file, because a near dir copied from another host has the same id.
         host, file = near_dir.host(), Path(near_dir.storage.url_of(near_seal.NEAR_HOST)).stat()
         return host, file.st_ino, file.st_ctime_ns
     except OSError as error:
@@ -79,10 +79,10 @@ def _sealed(near_dir: NearDir) -> Sequence[Sealed]:
 
 
 def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList) -> list[Checkpoint]:
-    """Return the valid near saves, each with its parents, newest first. Each file of ``saves`` must be on some host."""
-    # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
+    """Return the valid near saves, each with its parents, newest first. ``saves`` must have all files on some host."""
+    # Rule *epoch_rule*: the list does not name saves that an overtaken writer seals afterwards.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
-    # Rules *base_by_save_id* and *parent_is_name*: what it stands on is found as that of a delta is.
+    # Rules *base_by_save_id* and *parent_is_name*: the parents of a near save are found like those of a delta.
     saves = (c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
     return sorted(saves, key=lambda save: save.manifest.order, reverse=True)  # rule *order_by_cut*
 
@@ -91,13 +91,13 @@ def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList)
 class NearHere:
     save: Checkpoint
     n_shards: int
-    n_here: int  # shards with all files here
-    is_lost: bool  # whether a file is neither here nor, by the seal, on another host
-    is_elsewhere: bool  # whether, by the seal, other hosts have all of it
+    n_here: int  # number of shards with all files on this host
+    is_lost: bool  # whether a file is neither here nor, according to the seal, on another host
+    is_elsewhere: bool  # whether, according to the seal, other hosts have all files
 
 
 def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
-    """Yield the near saves of an output dir that are sealed on this host; OSError if the directory cannot be read."""
+    """Yield the near saves of an output dir that are sealed on this host. Raises OSError if it cannot be read."""
     host = near_dir.known_host()
     for sealed in near_dir.sealed():
         save = near_dir.opened(sealed.directory, sealed.seal)
@@ -113,10 +113,10 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
 
 
 def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHere]:
-    """Return the valid near saves of an output dir on this host, newest first, without a takeover.
+    """Return the valid near saves of an output dir on this host, newest first, without taking over the output dir.
 
-    If only some shards of a near save are here, the other hosts are assumed to have theirs. Raises
-    CorruptCheckpointError or FormatVersionError if the newest list is damaged, or a newer recckpt wrote it.
+    If only some shards of a near save are here, the other hosts are assumed to have the rest. Raises
+    CorruptCheckpointError or FormatVersionError if the newest list is damaged, or was written by a newer recckpt.
     """
     here = {each.save.directory: each for each in near_saves_here(NearDir.of(near, storage.url)) if not each.is_lost}
     near_list = last_takeover(storage).near  # rule *list_read_last*
@@ -125,11 +125,11 @@ def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHe
 
 
 def _shards_of(names: Sequence[str], n_shards: int) -> dict[str, int]:
-    """Return the shard that wrote each file, by its name; the first shard wrote the files without a shard's name."""
+    """Return the shard that wrote each file, by the file's name; without a shard in its name, the first shard."""
     named, begins = dict[str, int](), dict[str, int]()
     for number in range(n_shards):
         named |= {layout.of_rank(content, number): number for content in ("io_state", "extra", "rng")}
         indexes = layout.catalog(number, n_shards), layout.dense_index(number, n_shards)
-        # Rows and tensors are named as what lists them, up to the first point.
+        # Files of rows and tensors share a prefix, up to the first point, with the catalog or index that lists them.
         begins |= dict.fromkeys((index.partition(".")[0] for index in indexes), number)
     return {name: named.get(name, begins.get(name.partition(".")[0], 0)) for name in names}

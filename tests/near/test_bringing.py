@@ -39,7 +39,7 @@ def test_damage_on_one_host_of_several_is_named_with_its_near_dir(tmp_path, capl
     flip_bit(damaged, 700)
     on_hosts(tmp_path, ["a", "b"], lambda run: run.restore())
     [message] = of_near_saves(caplog)
-    assert f"another host has what is damaged on one: {socket.gethostname()}:{damaged}" in message
+    assert f"another host has an intact copy of a file: {socket.gethostname()}:{damaged}" in message
     assert "it is taken from another host with an intact copy" in message
 
 

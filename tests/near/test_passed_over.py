@@ -74,7 +74,7 @@ def test_ids_that_were_forgotten_since_are_a_reason(tmp_path, caplog):
     caplog.clear()
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
     assert len(warnings(caplog)) == 2
-    assert all("is passed over for ckpt_1: it does not count any more" in each for each in warnings(caplog))
+    assert all("is passed over for ckpt_1: it is no longer valid" in each for each in warnings(caplog))
 
 
 def test_another_process_that_took_over_without_near_saves_is_a_reason(tmp_path, caplog):
@@ -91,7 +91,7 @@ def test_a_base_that_is_damaged_is_a_reason(tmp_path, caplog):
     assert NearRun(tmp_path).restore().manager.global_step == 2
     assert (
         f"near save {named(run.near_dirs[-1])} of step 3 is passed over for near_2: "
-        "the checkpoint that it stands on is damaged or gone, or cannot be read"
+        "its base checkpoint is damaged, missing or unreadable"
     ) in warnings(caplog)
 
 

@@ -164,7 +164,7 @@ def test_what_is_damaged_on_one_host_is_taken_from_another(tmp_path, caplog):
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     parts_of(tmp_path / "b" / newest)[-1].unlink()
     assert together(on_hosts(tmp_path, ["a", "b"], lambda run: rows(run.restore()))) == {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
-    assert "another host has what is damaged on one" in caplog.text
+    assert "another host has an intact copy of a file" in caplog.text
     on_hosts(tmp_path, ["a", "b"], lambda run: run.restore().put(_6=6.0).step())
     assert together(on_hosts(tmp_path, ["a", "b"], lambda run: rows(run.restore()))).keys() == {1, 2, 3, 5, 6}
 
