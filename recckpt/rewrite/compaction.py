@@ -1,6 +1,6 @@
-"""``recckpt.rewrite.compact``: a full checkpoint made from a delta's chain, offered to the output dir, or elsewhere.
+"""``recckpt.rewrite.compact``: makes a full checkpoint from a delta's chain, as an offer or in another output dir.
 
-The compactor owns nothing: it writes only to the directory of its offer, and commits nothing (docs/format.md, 12.6).
+An offer changes nothing else: it is written to its own directory, and is not committed (docs/format.md, 12.6).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from recckpt.types import positive_int
 log = logging.getLogger("recckpt")
 BUDGET_BYTES = 256 << 20
 _THREADS = 4
-_BUDGET_BESIDE_A_TRAINER = 64 << 20  # which needs its memory
+_BUDGET_BESIDE_A_TRAINER = 64 << 20  # small, because the trainer needs the memory
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """What :func:`compact` did.
+    """The outcome of :func:`compact`.
 
     Attributes:
         ckpt_id: name of the checkpoint.
         url: the output dir that was written to.
-        directory: of the full checkpoint in it, an offer or a committed one; None if nothing was written.
+        directory: directory of the full checkpoint there, an offer or a committed one; None if nothing was written.
         n_links: length of the chain.
-        n_rows: of all tables.
-        n_bytes: of all files; 0 if nothing was written.
+        n_rows: rows of all tables.
+        n_bytes: bytes of all files; 0 if nothing was written.
         reason: why nothing was written; "" if something was.
-        is_committed: whether it is a checkpoint by now, not an offer.
+        is_committed: whether the result is a committed checkpoint, not an offer.
         removed: directories of the deltas that were removed after compaction.
     """
 
@@ -77,32 +77,32 @@ def compact(
     """Merge the chain of a delta into a full checkpoint, beside a trainer or without one.
 
     The result is an offer in the output dir, which the trainer adopts at its next save, unless it restarts before.
-    Nothing else there is changed. With ``out`` it is a committed checkpoint of another output dir. Every byte that is
-    read is checked, and what was written is read back and compared with the chain.
+    Nothing else there is changed. With ``out`` the result is a committed checkpoint of another output dir. Every byte
+    that is read is checked, and what was written is read back and compared with the chain.
 
     Args:
         path: an output dir, or a checkpoint itself; any fsspec URL.
-        ckpt_id: which checkpoint of the output dir, ``latest~1`` too; None for the newest.
+        ckpt_id: a checkpoint of the output dir, also in the form ``latest~1``; None for the newest.
         out: an output dir to write the checkpoint to, even if it is not a delta; another writer there is fenced.
-        adopt: whether to take the output dir over, adopt the offer, and remove the deltas that were compacted; for runs
-            without a trainer. One that still writes there raises WriterFencedError at its next save.
-        executor: does the work: threads, processes, or workers of a cluster, which reach ``path`` and ``out`` by the
-            same names and have recckpt. None for threads of this process.
+        adopt: whether to take over the output dir, adopt the offer, and remove the deltas that were compacted; for runs
+            without a trainer. A trainer that still writes there gets WriterFencedError at its next save.
+        executor: does the work: threads, processes, or workers of a cluster, which must have recckpt and reach ``path``
+            and ``out`` by the same names. None for threads of this process.
         budget_bytes: memory, without the interpreter's: of this process, or of each worker of the executor.
-        threads: threads that copy, and without an executor write; locally at most one a core.
+        threads: threads that copy files and, without an executor, write; on local disks at most one per core.
 
     Raises:
         ValueError: an argument is invalid.
         CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointExistsError: ``out`` has it already.
+        CheckpointExistsError: ``out`` has the checkpoint already.
         CheckpointRemovedError: links were removed while they were read, four times in a row.
-        CorruptCheckpointError: a link is damaged, or what was written cannot be read back; nothing is offered.
+        CorruptCheckpointError: a link is damaged, or the result cannot be read back; nothing is offered.
         OSError: a storage failed; nothing is offered.
         RecckptError: a request to forget ids is pending in one of the output dirs.
-        WriterFencedError: with ``adopt`` or ``out``: another writer took the output dir over.
+        WriterFencedError: with ``adopt`` or ``out``: another writer took over the output dir.
     """
     if adopt and out is not None:
-        raise ValueError("adopt is for an offer in the output dir; with out the checkpoint is committed already")
+        raise ValueError("adopt applies to an offer in the output dir; with out the checkpoint is committed already")
     positive_int("budget_bytes", budget_bytes)
     positive_int("threads", threads)
     means = Means(executor, threads, budget_bytes)
@@ -123,8 +123,8 @@ def compact(
 
 
 def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:
-    """Offer a replacement for a delta; errors as of :func:`compact`, StoppedError if ``means`` say so."""
-    epoch = max(claimed_epochs(storage), default=0)  # first: what a later owner changes makes the offer void
+    """Offer a replacement for a delta. Raises the errors of :func:`compact`; StoppedError if ``means`` asks to stop."""
+    epoch = max(claimed_epochs(storage), default=0)  # read first, so that changes of a later owner void the offer
     known, listing = check_none_pending(storage, FORGET_FIRST), list_checkpoints(storage)
     there = listing.named(checkpoint.manifest.name)
     if there is None:
@@ -145,14 +145,14 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
         to.offer(checkpoint, whole)
     except BaseException:
         with suppress(RecckptError):
-            rotation.remove_leftover(storage, to.directory, rotation.THREADS)  # its first file goes last
+            rotation.remove_leftover(storage, to.directory, rotation.THREADS)  # removes its first file last
         raise
-    log.info("%s/%s is offered in the place of %r", storage.url, to.directory, record.ckpt_id)
+    log.info("%s/%s is offered as a replacement of %r", storage.url, to.directory, record.ckpt_id)
     return Compacted(record.ckpt_id, storage.url, to.directory, len(checkpoint.links), whole.rows, whole.n_bytes)
 
 
 def _make_and_adopt(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:
-    """Take the output dir over, offer a replacement for a delta, adopt it, and remove what was superseded."""
+    """Take over the output dir, offer a replacement for a delta, adopt it, and remove the superseded checkpoints."""
     check_none_pending(storage, FORGET_FIRST)
     fence = Fence(storage, near=PASSED_ON)
     fence.hold()
@@ -170,7 +170,7 @@ def _make_and_adopt(storage: Storage, checkpoint: Checkpoint, means: Means) -> C
 
 
 def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -> Compacted:
-    """Commit a whole checkpoint in another output dir; errors as of :func:`compact`."""
+    """Commit a full checkpoint in another output dir. Raises the errors of :func:`compact`."""
     record, there = checkpoint.manifest, open_storage(out)
     known = check_none_pending(storage, FORGET_FIRST)
 
@@ -192,16 +192,16 @@ def _nothing(storage: Storage, checkpoint: Checkpoint, reason: str) -> Compacted
 class BackgroundCompactor:
     """Makes offers beside the trainer that adopts them, one at a time, in a thread. Not thread-safe.
 
-    An error is logged and fails nothing: a later save is full if the chain has become too long.
+    An error is only logged; if the chain has become too long, a later save is full.
     """
 
     def __init__(self) -> None:
-        # A daemon: an interpreter that ends does not wait for it, and what it leaves is no whole offer.
+        # A daemon thread: the interpreter does not wait for it at exit, and an unfinished offer is ignored.
         self._worker = Worker[Latch]("recckpt-compact", is_daemon=True)
         self._offered: str | None = None
 
     def begin(self, storage: Storage, listing: Listing, checkpoint: Checkpoint, reason: str) -> None:
-        """Begin an offer of a checkpoint, unless one is being made, or waits to be adopted."""
+        """Begin an offer of a checkpoint, unless an offer is being made, or waits to be adopted."""
         if self._worker.is_at_work or self._offered in listing.uncommitted:
             return
         log.info("%s: compacting in the background: %s", storage.url, reason)
@@ -209,7 +209,7 @@ class BackgroundCompactor:
         self._worker.begin(stop, partial(self._make, storage, checkpoint, stop))
 
     def close(self) -> None:
-        """End running work, which leaves nothing; an offer may be begun again."""
+        """Stop running work, which leaves nothing behind; an offer may be begun again later."""
         if self._worker.task is not None:
             self._worker.task.set()
         self._worker.wait()
@@ -219,6 +219,6 @@ class BackgroundCompactor:
             means = Means(None, 1, _BUDGET_BESIDE_A_TRAINER, stop.is_set, has_bar=False)
             self._offered = make_offer(storage, checkpoint, means).directory or self._offered
         except StoppedError:
-            log.info("%s: the compaction of %r was ended", storage.url, checkpoint.ckpt_id)
+            log.info("%s: the compaction of %r was stopped", storage.url, checkpoint.ckpt_id)
         except Exception as error:
             log.warning("%s: %r could not be compacted: %s", storage.url, checkpoint.ckpt_id, error)

@@ -38,7 +38,7 @@ _PURPOSE = "recckpt forget"
 
 @dataclass(frozen=True)
 class _Present(Keep):
-    """Keeps what a mirror has: its own policy is unknown here."""
+    """Keeps what a mirror has, because the mirror's own policy is unknown here."""
 
     ckpt_ids: frozenset[str]
 
@@ -47,7 +47,7 @@ class _Present(Keep):
 
 
 def checked_mirrors(run: str, mirrors: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return the places of mirrors; TypeError or ValueError if one cannot be a mirror."""
+    """Return the places of mirrors. Raises TypeError or ValueError if one cannot be a mirror."""
     if isinstance(mirrors, (str, os.PathLike)):
         raise TypeError(f"mirrors is a list of paths or URLs, found {mirrors!r}: write [{os.fspath(mirrors)!r}]")
     places = [os.fspath(each) for each in mirrors]
@@ -57,9 +57,9 @@ def checked_mirrors(run: str, mirrors: Iterable[str | os.PathLike[str]]) -> list
 
 
 def forget_in_mirrors(run: str, mirrors: Iterable[str]) -> dict[str, str]:
-    """Bring what was forgotten in a run into its mirrors; return those that may still have the ids, and why.
+    """Forget in its mirrors what was forgotten in a run; return the mirrors that may still have the ids -> reason.
 
-    No mirror is created, and none gets checkpoints of ids that it did not have, except the newest.
+    No mirror is created, and no mirror gets checkpoints that it did not have, except the newest.
     """
     left = {}
     for place in mirrors:
@@ -81,30 +81,30 @@ def forget(
     mirrors: Iterable[str | os.PathLike[str]] = (),
     by: str = "recckpt.rewrite.forget",
 ) -> list[Forgotten]:
-    """Remove ids from a table in all that lies in an output dir, and note that in ``forgotten.jsonl``.
+    """Remove the rows of ids from a table in everything in an output dir, and record that in ``forgotten.jsonl``.
 
     The output dir is taken over: a trainer that still writes there gets WriterFencedError at its next save, and saves
-    no more. Unfinished earlier calls are finished first. All rows of other ids keep their bytes. Near saves stay on
+    no more. Unfinished earlier calls are completed first. All rows of other ids keep their bytes. Near saves stay on
     their hosts until they are removed there: :attr:`Forgotten.near_hosts`.
 
     Args:
         path: an output dir; a path or any fsspec URL.
         table: name of the table.
         ids: int64, in any order; at most 67 million.
-        mirrors: mirrors of the output dir, by path or URL; each gets a pass. One that cannot be reached is logged, and
-            forgets with its next pass: :attr:`Forgotten.mirrors_left`. Mirrors are recorded nowhere: name them all.
-        by: who asked for it, for the audit.
+        mirrors: all mirrors of the output dir, by path or URL, because they are recorded nowhere. Each gets a pass; an
+            unreachable mirror is logged, and forgets in its next pass: :attr:`Forgotten.mirrors_left`.
+        by: who requested it, for the audit.
 
     Returns:
-        What was done, for each request that was carried out; this call's is the last.
+        One item for each request that was carried out; the last is that of this call.
 
     Raises:
-        CheckpointNotFoundError: it is not an output dir.
+        CheckpointNotFoundError: ``path`` is not an output dir.
         TypeError, ValueError: there is no such table, no id, or a place cannot be a mirror; nothing was changed.
         CorruptCheckpointError: a checkpoint is damaged, so its contents are unknown.
-        RecckptError: the output dir is a mirror itself.
-        WriterFencedError: another writer took the output dir over meanwhile; it finishes what was begun.
-        OSError: the storage failed; call it again.
+        RecckptError: the output dir is itself a mirror.
+        WriterFencedError: another writer took over the output dir in the meantime, and completes the request.
+        OSError: the storage failed; call this function again.
     """
     checked, storage = checked_ids(ids), open_storage(os.fspath(path))
     places = checked_mirrors(os.fspath(path), mirrors)
@@ -114,12 +114,12 @@ def forget(
     done = forget_as_owner(storage, fence, table, checked, by, has_bar=True)
     left = forget_in_mirrors(os.fspath(path), places)
     for place, why in left.items():
-        log.warning("%s: the mirror %s may still have the ids: %s; its next pass takes them out", path, place, why)
+        log.warning("%s: the mirror %s may still have the ids: %s; its next pass removes them", path, place, why)
     return [*done[:-1], replace(done[-1], mirrors_left=left)]
 
 
 def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
-    """Finish earlier calls of :func:`forget` that did not end; errors as there."""
+    """Complete earlier calls of :func:`forget` that were interrupted. Raises the same errors."""
     storage = open_storage(os.fspath(path))
     readable_listing(storage)
     fence = Fence(storage, purpose=_PURPOSE)
@@ -130,7 +130,7 @@ def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
 def readable_listing(storage: Storage) -> Listing:
     """Return the checkpoints of an output dir.
 
-    Raises CheckpointNotFoundError if it is not one, CorruptCheckpointError if a checkpoint is damaged.
+    Raises CheckpointNotFoundError if ``storage`` is not an output dir, CorruptCheckpointError for a damaged checkpoint.
     """
     listing = list_checkpoints(storage)
     if listing.is_empty:
@@ -141,41 +141,41 @@ def readable_listing(storage: Storage) -> Listing:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """A checkpoint that would be written again."""
+    """A checkpoint that would be rewritten."""
 
     ckpt_id: str
     directory: str
-    n_rows: int  # rows of the ids in it
+    n_rows: int  # number of its rows with one of the ids
     n_bytes: int  # of its files: all are read, and rewritten or copied
 
 
 @dataclass(frozen=True)
 class ForgetPlan:
-    """What one request would do."""
+    """What carrying out one request would do."""
 
     table: str
     n_ids: int
-    is_pending: bool  # whether the request was made earlier, and is unfinished
-    rewritten: tuple[Rewriting, ...]  # checkpoints that would be written again, oldest first
-    # directories that would go beside those: superseded checkpoints, late commits and leftovers
+    is_pending: bool  # whether the request was made earlier and is unfinished
+    rewritten: tuple[Rewriting, ...]  # checkpoints that would be rewritten, oldest first
+    # further directories that would be removed: superseded checkpoints, late commits and leftovers
     removed: tuple[str, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes to read and to write."""
+        """Number of bytes to read and to write."""
         return sum(each.n_bytes for each in self.rewritten)
 
 
 def plan_forget(
     path: str | os.PathLike[str], table: str | None = None, ids: Iterable[int] | None = None
 ) -> list[ForgetPlan]:
-    """Return what :func:`recckpt.rewrite.forget` would do, request by request, and change nothing.
+    """Return what :func:`recckpt.rewrite.forget` would do, request by request, without changing anything.
 
-    Each request is planned by itself; if one is pending, a later one would rewrite what that leaves. Without ``table``
-    and ``ids``, only pending requests are planned.
+    Each request is planned on its own; if several are pending, a later one would rewrite what the earlier ones leave.
+    Without ``table`` and ``ids``, only pending requests are planned.
 
     Raises:
-        CheckpointNotFoundError, TypeError, ValueError, CorruptCheckpointError: as of :func:`recckpt.rewrite.forget`.
+        CheckpointNotFoundError, TypeError, ValueError, CorruptCheckpointError: as :func:`recckpt.rewrite.forget` does.
     """
     storage = open_storage(os.fspath(path))
     listing = readable_listing(storage)
@@ -191,7 +191,7 @@ def _plan(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_pendin
     contents = scan(storage, listing, table, ids)
     read_from, with_ids = needed(listing), touched(listing, contents)
     rewritten = [c for c in with_ids if c.directory in read_from]
-    # Beside what is superseded, late commits and what crashes left, whether they hold the ids or not.
+    # Late commits and remains of crashes are removed, too, whether or not they have the ids.
     removed = [c.directory for c in with_ids if c.directory not in read_from]
     removed += [*listing.fenced, *leftovers(storage, listing)]
 

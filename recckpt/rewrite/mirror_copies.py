@@ -1,4 +1,4 @@
-"""What is copied into a mirror: checkpoints, byte for byte, each file checked on the way; and other files."""
+"""Copies checkpoints into a mirror, byte for byte, checking each file on the way; and copies some other files."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ from recckpt.storage.local_files import mapped
 from recckpt.storage.retry import read_twice
 
 _STEP_BYTES = 8 << 20
-_FIRST_BYTES = 1 << 16  # more than the first file of a checkpoint has
+_FIRST_BYTES = 1 << 16  # more than the first file of a checkpoint can have
 Advance = Callable[[int], object]
 _MOST_BYTES = 1 << 30
-_PINNED = b'{"by": "recckpt mirror"}\n'  # a pin of the run; others in the mirror are of whoever uses it
+_PINNED = b'{"by": "recckpt mirror"}\n'  # marks a pin copied from the run; users of the mirror make other pins
 
 
 @dataclass(frozen=True)
 class CheckpointCopier:
     """Copies checkpoints of a run into a mirror.
 
-    A file with the right size is not copied again: an earlier copy wrote it completely, because drafts appear whole or
-    not at all. So an interrupted copy can continue, and two parallel copies write the same bytes.
+    A file with the right size is not copied again, because an earlier copy wrote all of it: drafts appear whole or not
+    at all. So an interrupted copy can be continued, and two concurrent copies write the same bytes.
     """
 
     run: Storage  # the output dir that is read
     to: Storage  # the mirror
     hold: MirrorHold
-    threads: int  # files to copy at once
+    threads: int  # number of files to copy at once
 
     def missing(self, checkpoint: Checkpoint) -> list[FileEntry]:
         return unlisted(checkpoint.manifest.files, listed_files(self.to, checkpoint.directory))
 
     def copy(self, checkpoint: Checkpoint, advance: Advance) -> int:
-        """Copy what is missing of a checkpoint, and commit it; return how many bytes were copied.
+        """Copy the missing files of a checkpoint, and commit it; return how many bytes were copied.
 
-        Its parents must be there already. After any error it is not committed: CheckpointRemovedError,
-        CorruptCheckpointError, or RecckptError if the mirror has another checkpoint in this place, or another pass over
-        it has begun.
+        Its parents must be there already. After any error the checkpoint is not committed: CheckpointRemovedError;
+        CorruptCheckpointError; or RecckptError if the mirror has another checkpoint in this place, or if another pass
+        over the mirror has begun.
         """
         data = self._manifest_bytes(checkpoint)
         try:
             return self._copy(checkpoint, data, advance)
         except OSError:
             with suppress(OSError):
-                self.hold.check()  # if another pass removed what was begun, that is the reason to give
+                self.hold.check()  # if another pass has removed the files, raise that error instead
             raise
 
     def _copy(self, checkpoint: Checkpoint, data: bytes, advance: Advance) -> int:
         directory = checkpoint.directory
         self._begin(directory, checkpoint.manifest, data)
         for name in self.to.list_files(directory):
-            if layout.is_draft(name):  # of a copy that was interrupted
+            if layout.is_draft(name):  # left by an interrupted copy
                 self.to.remove(layout.join(directory, name))
         entries, files = self.missing(checkpoint), files_of(self.run, checkpoint)
         files.keep_open(entry.name for entry in entries)
@@ -81,7 +81,7 @@ class CheckpointCopier:
         return sum(entry.n_bytes for entry in entries)
 
     def _manifest_bytes(self, checkpoint: Checkpoint) -> bytes:
-        """Return the manifest as it is in the run, including fields that this version does not know."""
+        """Return the manifest's bytes in the run, including fields that this version does not know."""
         path = layout.join(checkpoint.directory, layout.MANIFEST)
 
         def read() -> bytes:
@@ -107,20 +107,20 @@ class CheckpointCopier:
         except FileExistsError:
             if self.to.read(path, _FIRST_BYTES) != first:
                 raise self._in_its_place(directory) from None
-        self.hold.check()  # a later pass has seen this directory, or this one goes no further
+        self.hold.check()  # either a later pass sees this directory, or this pass stops here
         if has_manifest(self.to, directory) and self.to.read(manifest_path, manifest.MAX_BYTES + 1) != data:
             try:
                 manifest.decode(self.to.read(manifest_path, manifest.MAX_BYTES + 1), manifest_path)
             except CorruptCheckpointError:
-                self.to.remove(manifest_path)  # what readers have passed over as damaged
+                self.to.remove(manifest_path)  # readers skip this manifest as damaged
                 self.to.sync_dir(directory)
             else:
                 raise self._in_its_place(directory)
 
     def _in_its_place(self, directory: str) -> RecckptError:
         return RecckptError(
-            f"{self.to.url_of(directory)}: found another save than that of {self.run.url_of(directory)}, expected the "
-            "same one: it is a mirror of another run; mirror to another output dir"
+            f"{self.to.url_of(directory)}: found a different save than in {self.run.url_of(directory)}, expected the "
+            "same one: this is a mirror of another run; mirror to another output dir"
         )
 
     def _copy_file(
@@ -141,9 +141,9 @@ class CheckpointCopier:
                 advance(len(piece))
 
     def _commit(self, checkpoint: Checkpoint, data: bytes) -> None:
-        """Put the manifest once all files are there, durable and with their sizes."""
+        """Put the manifest, after all files are there, durable and with their sizes."""
         directory, record = checkpoint.directory, checkpoint.manifest
-        if not has_manifest(self.run, directory):  # as after ids were forgotten in it: nobody is to have it any more
+        if not has_manifest(self.run, directory):  # removed, for example to forget ids: then nobody may get a copy
             raise CheckpointRemovedError(self.run.url_of(directory))
         for entry in self.missing(checkpoint):
             size = self.to.size(layout.join(directory, entry.name))
@@ -154,13 +154,13 @@ class CheckpointCopier:
             self.to.sync_dir(layout.join(directory, subdirectory))
         self.hold.check()
         path = layout.join(directory, layout.MANIFEST)
-        with suppress(FileExistsError):  # only files of it were missing: its manifest was there, and is the same
+        with suppress(FileExistsError):  # if only other files were missing, the same manifest is there already
             self.to.put_if_absent(path, data)
         self.to.sync_dir("")
         try:
             self.hold.check()
         except RecckptError:
-            if directory in list_checkpoints(self.to).damaged:  # the pass that goes on has removed files of it, as late
+            if directory in list_checkpoints(self.to).damaged:  # the other pass has removed files as a leftover
                 self.to.remove(path)
             raise
 
@@ -177,7 +177,7 @@ def _check(
             expected = f"{entry.xxh3 or 0:016x}"
             raise CorruptCheckpointError(path, "its checksum", found=f"{digest:016x}", expected=expected)
         return
-    from recckpt.sparse.files.verifier import check_bytes  # pyarrow, which takes its time
+    from recckpt.sparse.files.verifier import check_bytes  # late, because it imports pyarrow, which takes long
 
     part = parts.get(entry.name)
     if part is None:
@@ -187,13 +187,13 @@ def _check(
 
 
 def copy_informative(run: Storage, to: Storage) -> None:
-    """Bring the timeline, the audit of what was forgotten, and its key up to date with the run."""
+    """Update the timeline, the audit of forgotten ids, and the audit's key from the run."""
     for name in (layout.TIMELINE, layout.FORGOTTEN, layout.FORGET_KEY):
         data = _content(run, name)
         if data is not None:
             replace_other(to, name, data)
         elif name == layout.FORGET_KEY and _content(to, name) is not None:
-            to.remove(name)  # so that nobody can test ids any more
+            to.remove(name)  # without the key, nobody can test ids against the audit
 
 
 def copy_pins(run: Storage, to: Storage, ckpt_ids: Collection[str]) -> None:
@@ -209,7 +209,7 @@ def copy_pins(run: Storage, to: Storage, ckpt_ids: Collection[str]) -> None:
 
 
 def mark_forgotten(to: Storage, requests: Iterable[str]) -> None:
-    """Note in the mirror that requests of the run were carried out, which concerns whoever restored from it."""
+    """Note in the mirror that requests of the run were carried out, for processes that restored from the mirror."""
     requests = list(requests)
     if requests:
         make_own_dir(to, layout.FORGET_DIR)

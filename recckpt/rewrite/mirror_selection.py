@@ -15,25 +15,25 @@ from recckpt.policies.keep import Keep
 
 
 def damaged_below(directory: str, broken: Mapping[str, Damage]) -> str:
-    """Return the directory of the damaged parent of a broken checkpoint; "" if it is damaged itself.
+    """Return the directory of the damaged parent of a broken checkpoint; "" if the checkpoint itself is damaged.
 
-    ``broken``: directory -> what is wrong in it or its parents, as of :class:`recckpt.output_dir.listing.Chains`.
+    ``broken``: directory -> damage in it or its parents, as in :class:`recckpt.output_dir.listing.Chains`.
     """
     error = broken[directory]
     if isinstance(error, CorruptCheckpointError):
         link = error.path.partition("/")[0]  # the damaged file is named by its path in the output dir
     else:
-        link = next(name for name, other in broken.items() if other is error)  # the same error for all above a link
+        link = next(name for name, other in broken.items() if other is error)  # all deltas on a link share its error
     return link if link in broken and link != directory else ""
 
 
 @dataclass(frozen=True)
 class Selection:
-    # checkpoints to copy, the newest and what it stands on first, each after what it stands on
+    # checkpoints to copy: the newest with its parents first; each checkpoint after its parents
     missing: tuple[Checkpoint, ...]
-    stay: frozenset[str]  # directories that belong there
+    stay: frozenset[str]  # directories that belong in the mirror
     newest: Checkpoint | None  # None if nothing can be copied
-    # directory of a checkpoint of the run -> that of a damaged one which it stands on, so that the mirror lacks it
+    # directory of a checkpoint of the run that the mirror lacks -> directory of its damaged parent
     left_out: Mapping[str, str]
 
 
@@ -47,10 +47,10 @@ def select(
     is_forgotten: bool,
     now: datetime,
 ) -> Selection:
-    """Return what belongs in a mirror: what ``keep`` takes of the run's and the mirror's checkpoints, and pinned ids.
+    """Return what belongs in a mirror: the run's and the mirror's checkpoints that ``keep`` selects, and pinned ones.
 
-    Without ``keep`` that is what the run has. ``damaged`` directories of the run, and deltas on them, are not copied.
-    If ids were forgotten since the last pass, nothing stays that the run lacks.
+    Without ``keep``, the checkpoints of the run belong there. ``damaged`` directories of the run, and deltas on them,
+    are not copied. If ids were forgotten since the last pass, no checkpoint stays that the run lacks.
     """
     whole, chains = chained([*run.committed, *run.lost], {**run.damaged, **run.unreadable, **damaged})
     own = {c.directory: c for c in whole}
@@ -81,9 +81,9 @@ def select(
 
 
 def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Checkpoint]:
-    """Return the checkpoints of a mirror that are not among ``stay``, deltas before their parents.
+    """Return the checkpoints of a mirror that are not in ``stay``, deltas before their parents.
 
-    With ``has_all`` damaged ones go, too, and copies that a person made under another name.
+    ``has_all`` includes damaged ones, and copies that a user made under another name.
     """
     ours = (c for c in there.committed if layout.is_attempt(c.directory, c.ckpt_id))
     gone = [c for c in ((*there.committed, *there.lost) if has_all else ours) if c.directory not in stay]
@@ -91,7 +91,7 @@ def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Check
 
 
 def check_same(run: Listing, there: Listing, url: str) -> None:
-    """Raise RecckptError if a directory of the mirror holds another save than that of the run."""
+    """Raise RecckptError if a directory of the mirror holds another save than the same directory of the run."""
     own = {c.directory: c.manifest for c in (*run.committed, *run.lost)}
     for checkpoint in (*there.committed, *there.lost):
         record = own.get(checkpoint.directory)

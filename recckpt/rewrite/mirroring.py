@@ -1,4 +1,4 @@
-"""``recckpt.rewrite.mirror``: an output dir copied to another store, region or host, and kept up with the run."""
+"""``recckpt.rewrite.mirror``: copies an output dir to another store, region or host, and keeps the copy up to date."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from recckpt.text import Progress, escaped, plural
 from recckpt.types import positive_int
 
 log = logging.getLogger("recckpt")
-_TRIES = 4  # looks at a run that removes checkpoints while they are copied
-Look = Callable[[], tuple[Listing, Listing]]  # at the run and at the mirror
+_TRIES = 4  # attempts to copy from a run that removes checkpoints at the same time
+Look = Callable[[], tuple[Listing, Listing]]  # lists the run and the mirror
 THREADS = 4
 
 
 class OnePass:
-    """One pass over a run; the mirror is held. ``look`` lists the run and the mirror, anew in ``run`` and ``there``.
+    """One pass over a run, by the process that holds the mirror. ``look`` lists both again, for ``run`` and ``there``.
 
     Attributes:
         copied: directories of the copied checkpoints.
         n_bytes: bytes of the copied files.
-        damaged: directory of the run -> what turned out to be wrong in it.
+        damaged: directory in the run -> damage found while copying.
     """
 
     run = there = Listing((), {}, {})
@@ -55,7 +55,7 @@ class OnePass:
         self.damaged: dict[str, CorruptCheckpointError] = {}
 
     def bring(self, run: Listing, there: Listing) -> str | None:
-        """Copy what is missing, skipping what is damaged; return the id of the newest that belongs there."""
+        """Copy missing checkpoints, skipping damaged ones; return the id of the newest that belongs in the mirror."""
         self.run, self.there = run, there
         n_left = _TRIES
         self._select()
@@ -71,22 +71,22 @@ class OnePass:
             self._select()
             for checkpoint in self._selection.missing:
                 if checkpoint.directory in self.copied:
-                    self._copier.hold.check()  # if another pass has removed it, that is the reason to give
-                    problem = "it was copied, and is not there for readers; check the storage"
+                    self._copier.hold.check()  # if another pass has removed the copy, raise that error instead
+                    problem = "it was copied, but readers do not find it; check the storage"
                     raise OSError(errno.EIO, problem, self._copier.to.url_of(checkpoint.directory))
         newest = self._selection.newest
         return newest.ckpt_id if newest else None
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """What the mirror lacks because a parent is damaged: directory -> directory of that parent."""
+        """Checkpoints that the mirror lacks because a parent is damaged: directory -> directory of that parent."""
         return self._selection.left_out
 
     def remove(self) -> list[str]:
-        """Remove what does not belong there; return the directories of removed checkpoints.
+        """Remove what does not belong in the mirror; return the directories of removed checkpoints.
 
         Raises:
-            RecckptError: something could not be removed that may hold ids which were forgotten in the run.
+            RecckptError: a file that may hold ids forgotten in the run could not be removed.
         """
         copier, stay, removed = self._copier, self._selection.stay, []
         for checkpoint in going(self.there, stay, has_all=self._is_forgotten):
@@ -95,9 +95,9 @@ class OnePass:
                 removed.append(checkpoint.directory)
         for directory in self._unfinished():
             copier.hold.check()
-            copier.to.remove(layout.join(directory, layout.MANIFEST))  # of a checkpoint with a damaged manifest
+            copier.to.remove(layout.join(directory, layout.MANIFEST))  # present if the manifest is damaged
             rotation.remove_leftover(copier.to, directory, rotation.THREADS)
-            if directory in self.there.damaged:  # others never were
+            if directory in self.there.damaged:  # others were never checkpoints
                 removed.append(directory)
         if self._is_forgotten:
             self._check_gone()
@@ -118,7 +118,7 @@ class OnePass:
         )
 
     def _copy_missing(self) -> None:
-        """Copy checkpoint after checkpoint, until one is damaged: then others belong in the mirror."""
+        """Copy checkpoint after checkpoint, until one is damaged: then the selection changes."""
         missing = self._selection.missing
         total = sum(checkpoint.manifest.n_bytes for checkpoint in missing)
         with Progress(f"mirroring {plural(len(missing), 'checkpoint')}", total) as progress:
@@ -161,8 +161,8 @@ class Mirrored:
         copied: directories of new checkpoints, in the order in which they were committed.
         removed: directories of removed checkpoints.
         n_bytes: bytes of the copied files.
-        newest: id of the newest checkpoint of the run that belongs there, None without any.
-        damaged: directory in the run that was not copied -> the damage.
+        newest: id of the run's newest checkpoint that belongs in the mirror; None without any.
+        damaged: directory in the run that was not copied -> its damage.
         left_out: directory in the run that was not copied -> directory of its damaged parent.
     """
 
@@ -178,7 +178,7 @@ class Mirrored:
     def problems(self) -> list[str]:
         """One line per checkpoint that was not copied, with the reason."""
         damaged = [f"{escaped(name)} is damaged, and not copied: {why}" for name, why in self.damaged.items()]
-        above = [f"{escaped(name)} stands on {escaped(of)}, and is not copied" for name, of in self.left_out.items()]
+        above = [f"{escaped(name)} builds on {escaped(of)}, and is not copied" for name, of in self.left_out.items()]
         return damaged + above
 
 
@@ -189,29 +189,29 @@ def mirror(
     keep: int | Keep | None = None,
     threads: int = THREADS,
 ) -> Mirrored:
-    """Copy what is new in an output dir to another one, and remove there what no longer belongs there.
+    """Copy what is new in an output dir to another one, and remove from the copy what no longer belongs there.
 
-    Checkpoints are copied byte for byte, parents first, each manifest after all files, and every file is checked
-    against its checksums on the way: even after an interruption, all that readers see in ``to`` is whole. Calling it
-    again goes on, and copies only what is missing. The run goes on meanwhile. ``to`` can be read, and warm-started
+    Checkpoints are copied byte for byte, parents first, each manifest after all other files, and every file is compared
+    with its checksums: even after an interruption, everything that readers see in ``to`` is whole. A repeated call
+    continues, and copies only what is missing. The run may continue meanwhile. ``to`` can be read, and warm-started
     from, like any output dir; no other process may save there.
 
     Args:
         run: an output dir, or itself a mirror; a path or any fsspec URL.
         to: an empty place, or a mirror of this run.
         keep: which checkpoints of the run or the mirror belong in the mirror: the number of the newest, or a policy
-            as of ``Saver(max_keep=)``. None for what the run has.
-        threads: files to copy at once; locally at most one a core.
+            as of ``Saver(max_keep=)``. None for those that the run has.
+        threads: number of files to copy at once; on local disks at most one per core.
 
     Returns:
-        What was done. Damaged checkpoints of the run, and deltas on them, are logged, listed in it, and not copied.
+        What was done. Damaged checkpoints of the run, and deltas on them, are not copied; they are logged and listed.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint in the run.
         RecckptError: ``to`` is not a mirror of this run, or another pass over it has begun; or a request to forget ids
             is pending in the run, or ids were forgotten only in ``to``.
-        CheckpointRemovedError: the run removed what was being copied, four times in a row.
-        ValueError: an argument is invalid, or the two places are in one another.
+        CheckpointRemovedError: the run removed a checkpoint while it was copied, four times in a row.
+        ValueError: an argument is invalid, or one place is inside the other.
         OSError: a storage failed.
     """
     done = Mirror(run, to, keep=keep, threads=threads).update()
@@ -221,7 +221,7 @@ def mirror(
 
 
 class Mirror:
-    """A mirror of a run, for one pass after another; arguments as of :func:`mirror`. Not thread-safe."""
+    """A mirror of a run, for several passes; arguments as for :func:`mirror`. Not thread-safe."""
 
     def __init__(
         self,
@@ -238,32 +238,32 @@ class Mirror:
         first, second = (f"{place.rstrip('/')}/" for place in places)
         if first.startswith(second) or second.startswith(first):
             what = f"found {self._to.url!r} for a mirror of {self._run.url!r}"
-            raise ValueError(f"a mirror is apart from its run, {what}")
+            raise ValueError(f"a mirror must be outside its run, {what}")
         self._hold = MirrorHold(self._run, self._to)
         self._copier = CheckpointCopier(self._run, self._to, self._hold, threads)
         self._known, self._known_there = Manifests(), Manifests()
         self._is_prepared = False
 
     def update(self) -> Mirrored:
-        """Make one pass. Errors as of :func:`mirror`."""
-        check_none_pending(self._run, "wait for whoever forgets, or run `recckpt forget DIR` first, which ends it")
-        before = frozenset(requests(self._to))  # first: whoever mirrors at the same time brings later ones
-        forgotten = frozenset(requests(self._run))  # before the run is read: later ones may not be in what is read
+        """Make one pass. Raises the errors of :func:`mirror`."""
+        check_none_pending(self._run, "wait for that process, or run `recckpt forget DIR` first, which completes it")
+        before = frozenset(requests(self._to))  # read first: a concurrent pass may add later ones
+        forgotten = frozenset(requests(self._run))  # read before the run is listed: later requests may concern the list
         run = self._look_at_run()
         if not self._is_prepared:
             refuse_checkpoint(self._to)
         self._hold.look()
         if not before <= forgotten:
             raise RecckptError(
-                f"{self._to.url}: found that ids were forgotten there which {self._run.url} may still have, so a pass "
-                "would bring them back; let that forget first: where it is a mirror, by a pass over it"
+                f"{self._to.url}: ids were forgotten in this mirror that {self._run.url} may still have, and a pass "
+                "would bring them back: forget them in the run first, or, if it is a mirror itself, mirror to it first"
             )
         if not self._is_prepared:
             self._to.prepare()
             self._is_prepared = True
         if self._hold.take():
-            run = self._look_at_run()  # once more: what another pass has brought since is not to go again
-        there = list_checkpoints(self._to, self._known_there)  # once no other pass writes there
+            run = self._look_at_run()  # list again, so that what another pass has copied is not removed
+        there = list_checkpoints(self._to, self._known_there)  # after no other pass writes there
         check_same(run, there, self._to.url)
         this = OnePass(self._copier, self._look, self._keep, is_forgotten=not forgotten <= before)
         newest = this.bring(run, there)
@@ -273,7 +273,7 @@ class Mirror:
         copy_informative(self._run, self._to)
         copy_pins(self._run, self._to, this.there.ckpt_ids)
         replace_other(self._to, layout.INDEX_FILE, layout.encode_index(this.there.ckpt_ids))
-        self._hold.check()  # so that whoever took it over meanwhile is named
+        self._hold.check()  # raises an error that names the other process, if one has taken over
         wrong = {**this.run.damaged, **this.run.unreadable, **this.damaged}
         damaged = {name: str(error) for name, error in wrong.items() if not damaged_below(name, wrong)}
         return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged, this.left_out)
@@ -284,7 +284,7 @@ class Mirror:
     def _look_at_run(self) -> Listing:
         run = look_around(self._run, self._known)
         for problem in run.damaged.values():
-            if isinstance(problem, FormatVersionError):  # what it holds, or what counts, is not known here
+            if isinstance(problem, FormatVersionError):  # this version cannot know what such a checkpoint holds
                 raise problem
         if run.is_empty:
             for error in run.unreadable.values():

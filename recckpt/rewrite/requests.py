@@ -1,8 +1,8 @@
-"""The owner of an output dir carries out requests to forget ids, and takes up those that a crash has left.
+"""Carries out requests to forget ids as the owner of an output dir, and completes those that a crash interrupted.
 
-Every checkpoint that holds one of the ids, or stands on one that does, is committed again at its place without them;
-then the superseded ones are removed, with all leftovers, and a list is published that names only clean ones. At each
-moment every checkpoint is there, whole, with the ids or without (docs/format.md, section 14).
+Every checkpoint that has one of the ids, or has a parent with one, is committed again in the same place without them.
+Then the superseded checkpoints and all leftovers are removed, and a list is published that names only clean ones. At
+any time every checkpoint is present and whole, with the ids or without (docs/format.md, section 14).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def forget_as_owner(
 ) -> list[Forgotten]:
     """Make a request and carry it out, after those that are pending.
 
-    The caller owns the output dir, and the tables of this process, if it has any, no longer contain the ids.
+    The caller owns the output dir, and the tables of this process, if any, no longer contain the ids.
 
     Raises:
         CorruptCheckpointError: a checkpoint is damaged, so its contents are unknown; the request stays.
-        OSError: the storage failed; the request stays, and the next owner takes it up.
-        WriterFencedError: another writer has taken the output dir over, and takes the request up.
+        OSError: the storage failed; the request stays, and the next owner continues it.
+        WriterFencedError: another writer has taken over the output dir, and continues the request.
     """
     with fence.settling():
         done = finish_pending(storage, fence, has_bar=has_bar)
@@ -61,7 +61,7 @@ def forget_as_owner(
 def settle(storage: Storage, fence: Fence) -> bool:
     """As :func:`finish_pending`, once per takeover; return whether all requests are done, and log why if not.
 
-    Raises WriterFencedError if another writer has taken the output dir over.
+    Raises WriterFencedError if another writer has taken over the output dir.
     """
     if fence.is_settled:
         return True
@@ -71,19 +71,19 @@ def settle(storage: Storage, fence: Fence) -> bool:
     except WriterFencedError:
         raise
     except (RecckptError, OSError) as error:
-        log.error("%s: ids that were to be forgotten may still be there: %s", storage.url, error)
+        log.error("%s: ids may still be there although forgetting them was requested: %s", storage.url, error)
         return False
     return True
 
 
 def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> list[Forgotten]:
-    """Carry out the requests that earlier owners left; errors as of :func:`forget_as_owner`."""
+    """Carry out the requests that earlier owners left. Raises the errors of :func:`forget_as_owner`."""
     remove_drafts(storage)
     left, done = pending(storage), []
-    fence.check_forgotten()  # or they would be ended, and the next save would have the ids again
+    fence.check_forgotten()  # otherwise requests would be closed while the next save still writes their ids
     for request in left:
         log.warning(
-            "%s: going on to forget %s of table %r, as %s was asked at %s",
+            "%s: continuing to forget %s of table %r, requested by %s at %s",
             storage.url,
             plural(len(request.ids), "id"),
             request.table,
@@ -95,9 +95,9 @@ def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> 
 
 
 def check(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool = False) -> None:
-    """Raise, before anything changes, if ids cannot be forgotten. With ``is_live`` the model has the table.
+    """Raise, before anything changes, if ids cannot be forgotten. ``is_live`` says that the model has the table.
 
-    Raises ValueError if no checkpoint has such a table, CorruptCheckpointError if one, or the audit, is damaged.
+    Raises ValueError if no checkpoint has the table, CorruptCheckpointError if a checkpoint or the audit is damaged.
     """
     check_readable(listing)
     if not is_live:
@@ -117,13 +117,13 @@ def check_readable(listing: Listing) -> None:
     for directory, error in listing.damaged.items():
         if isinstance(error, FormatVersionError):
             raise error
-        remedy = "mend it, or remove its directory, and forget again: nobody can say whether it holds the ids"
+        remedy = "mend it, or remove its directory, and forget again: it is unknown whether it holds the ids"
         path = error.path or directory
         raise CorruptCheckpointError(path, error.where, found=error.found, expected=error.expected, remedy=remedy)
 
 
 def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, IdsInFiles]:
-    """Return which ids the own files of each committed checkpoint contain; CorruptCheckpointError for a damaged one."""
+    """Return which ids each checkpoint's own files contain. Raises CorruptCheckpointError for a damaged checkpoint."""
     return {c.directory: ids_in_files(storage, c, table, ids) for c in listing.committed}
 
 
@@ -140,17 +140,17 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     fence.look_again()
     listing = fence.listing
     check_readable(listing)
-    make_durable(storage, listing)  # an owner that died may have committed what is taken as it is here
+    make_durable(storage, listing)  # checkpoints that stay may be commits of a dead owner that are not durable yet
     contents = scan(storage, listing, request.table, request.ids)
     with_ids, read_from = touched(listing, contents), needed(listing)
-    # What an owner that died has committed for this request, by the save that it supersedes.
+    # (superseded save, request) -> the checkpoint that supersedes it, which a dead owner may have committed.
     there = {(of.save_id, of.request): c for c in reversed(listing.committed) if (of := c.manifest.supersedes)}
     meant = {c.directory: (c.manifest.save_id, request.request) for c in with_ids}
     made = {directory: there[save] for directory, save in meant.items() if save in there}
     removed: list[str] = []
     n_bytes = sum(c.manifest.n_bytes for c in with_ids if c.directory in read_from - made.keys())
     with Progress(f"forgetting {plural(len(request.ids), 'id')}", n_bytes, has_bar=has_bar) as progress:
-        for base in dict.fromkeys(c.links[-1].directory for c in with_ids):  # a chain at a time: room for one twice
+        for base in dict.fromkeys(c.links[-1].directory for c in with_ids):  # chain by chain, to need little space
             family = [c for c in with_ids if c.links[-1].directory == base]
             for checkpoint in (c for c in family if c.directory in read_from - made.keys()):  # oldest first
                 below: Sequence[Checkpoint] = ()
@@ -200,7 +200,7 @@ def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
 
 
 def leftovers(storage: Storage, listing: Listing) -> Iterator[str]:
-    """Yield the directories of attempts and offers, recognized by files that only recckpt makes, unlike a model.pt."""
+    """Yield the directories of attempts and offers, recognized by files that only recckpt makes."""
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
         if layout.MANIFEST not in names and any(
@@ -210,10 +210,10 @@ def leftovers(storage: Storage, listing: Listing) -> Iterator[str]:
 
 
 def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], request: Request) -> None:
-    """Raise if rows of the ids may be left in a removed directory; make the removals durable."""
+    """Make the removals durable; raise if a removed directory may still have rows of the ids."""
     storage.sync_dir("")
     fence.look_again()
-    there = {c.directory: c for c in fence.listing.committed}  # such as one that was copied in since
+    there = {c.directory: c for c in fence.listing.committed}  # for example a checkpoint that was copied in later
     for directory in directories:
         if directory in there and not files_with(ids_in_files(storage, there[directory], request.table, request.ids)):
             continue
@@ -221,5 +221,5 @@ def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], requ
         if left:
             raise RecckptError(
                 f"{storage.url_of(directory)}: found {left[0]}, which could not be removed and may hold the ids; the "
-                "log says why: mend that, and run `recckpt forget DIR` to go on"
+                "log says why: mend that, and run `recckpt forget DIR` to continue"
             )

@@ -1,7 +1,7 @@
 """Writes a chain as one full checkpoint. Each worker merges, writes and reads back a part: a range of buckets.
 
-A task is names and numbers, which travel to a worker; its result is the catalog entry of the part. A task that is
-repeated because its worker was lost takes another part number, since the lost one may still be writing.
+A task consists of names and numbers, so that it can be sent to a worker; its result is the catalog entry of the part. A
+task that is repeated after its worker was lost uses another part number, because the lost worker may still be writing.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from recckpt.sparse.files.verifier import RowSums
 from recckpt.storage import Sink, Storage, open_storage
 from recckpt.text import Progress
 
-FRACTIONS = N_BUCKETS  # of a byte, in which sizes are counted: so no bucket that may have rows has the size 0
+FRACTIONS = N_BUCKETS  # sizes are counted in this fraction of a byte, so no bucket that may have rows has size 0
 LEAST_PART_BYTES = 128 << 20
-_MANY = 64  # parts are as small as that for this many of them: pieces of work for many workers
-TRIES = 8  # part numbers that are kept for each part
-LEAST_BUDGET_BYTES = 8 << 20  # of a worker: with less it would read a batch again for every bucket in it
+_MANY = 64  # parts are made as small as ``LEAST_PART_BYTES`` until there are this many, to keep many workers busy
+TRIES = 8  # part numbers reserved for each part
+LEAST_BUDGET_BYTES = 8 << 20  # per worker; with less, a worker would read a batch again for every bucket in it
 
 
 @dataclass(frozen=True)
 class ChainName:
     """Where the links of a chain are, newest first, and the checksums of their manifests."""
 
-    url: str  # of the output dir
+    url: str  # URL of the output dir
     links: tuple[tuple[str, int], ...]
 
 
 @lru_cache(maxsize=1)
 def opened(name: ChainName) -> OpenChain:
-    """Return a chain; a process reads its catalogs once, for all the parts that it writes.
+    """Return a chain; a process reads its catalogs once, for all the parts that the process writes.
 
-    Raises CheckpointRemovedError, or CorruptCheckpointError if a link has another manifest than when the chain was
+    Raises CheckpointRemovedError, or CorruptCheckpointError if the manifest of a link has changed since the chain was
     named.
     """
     storage = open_storage(name.url)
@@ -82,7 +82,7 @@ def _named(storage: Storage, directory: str, xxh3: int) -> Checkpoint:
 
 @dataclass(frozen=True)
 class ChainRows:
-    """The merged rows of a table in a chain; ``used`` is called with the used rows of each batch that is read."""
+    """The merged rows of a table in a chain; ``used`` is called with each batch read and its rows that are used."""
 
     links: Sequence[TableReader]  # newest first
     budget_bytes: int = 0
@@ -99,20 +99,20 @@ class ChainRows:
 
 @dataclass(frozen=True)
 class CompactionTask:
-    chain: ChainName  # what is read
-    url: str  # output dir that is written to
-    directory: str  # of the new checkpoint; nothing else writes there
-    budget_bytes: int  # for merging, about
+    chain: ChainName  # the chain to read
+    url: str  # the output dir to write to
+    directory: str  # directory of the new checkpoint; nothing else writes there
+    budget_bytes: int  # approximate memory for merging
     shard: int
     shards: int
     plan: PartPlan
-    n_bytes: int  # of its rows in all links, about
+    n_bytes: int  # approximate bytes of its rows in all links
 
 
 def tasks_of(name: ChainName, chain: OpenChain, url: str, directory: str, budget_bytes: int) -> list[CompactionTask]:
     """Divide the rows of a chain into as many shards as the newest link has, and into parts of about equal bytes.
 
-    Shards get equal slices of the hashed ids, as ranks do; their parts come in the order of a catalog.
+    Shards get equal slices of the hashed ids, as ranks do; their parts are in catalog order.
     """
     newest, tasks = chain.manifest, []
     names = {table.name: [slot.name for slot in table.slots] for table in newest.tables}
@@ -134,9 +134,9 @@ def tasks_of(name: ChainName, chain: OpenChain, url: str, directory: str, budget
 
 
 def write_task(task: CompactionTask) -> Part | None:
-    """Write the part and return its catalog entry, None if it would have no rows.
+    """Write the part and return its catalog entry; return None if it would have no rows.
 
-    Raises CheckpointRemovedError, or CorruptCheckpointError if what was written is not what the chain holds.
+    Raises CheckpointRemovedError, or CorruptCheckpointError if the written rows differ from those of the chain.
     """
     named, storage = opened(task.chain), open_storage(task.url)
     sums = RowSums()
@@ -153,12 +153,12 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
     plan = task.plan
 
     def create() -> tuple[str, Sink]:
-        for attempt in range(TRIES):  # names that the part may get; those of the next one come behind them
+        for attempt in range(TRIES):  # the names reserved for this part; those of the next part follow
             file = layout.part(task.shard, task.shards, plan.group, plan.number * TRIES + attempt)
             with suppress(FileExistsError):
                 return file, storage.create(layout.join(task.directory, file))
         path = layout.join(task.directory, file)
-        raise CorruptCheckpointError(path, "", found=f"{TRIES} files of this part", expected="a name that is free")
+        raise CorruptCheckpointError(path, "", found=f"{TRIES} files of this part", expected="an unused name")
 
     slots = [slot.name for slot in plan.slots]
     sources = {
@@ -175,18 +175,18 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 
 @dataclass(frozen=True)
 class Means:
-    # does the work on the parts; None for threads of this process, which with one is the caller
+    # writes the parts; None for threads of this process (a single thread is the caller's)
     executor: Executor | None
-    threads: int  # that do the work, and copy files
-    budget_bytes: int  # memory: of this process without an executor, else of each of its workers
-    is_stopped: Callable[[], bool] = lambda: False  # asked now and then
-    has_bar: bool = True  # whether a long one shows a bar
+    threads: int  # number of threads that write parts and copy files
+    budget_bytes: int  # memory of this process without an executor, otherwise of each worker
+    is_stopped: Callable[[], bool] = lambda: False  # called at intervals; True stops the work
+    has_bar: bool = True  # whether long work shows a progress bar
 
 
 def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Means) -> Content:
-    """Write a checkpoint, which may be a delta, as the files of a full one; sync them and read them back.
+    """Write a checkpoint, which may be a delta, as the files of a full one; sync the files and read them back.
 
-    Errors as of :func:`write_task`; StoppedError if the caller asks to stop.
+    Raises the errors of :func:`write_task`, or StoppedError if the caller asks to stop.
     """
     name = ChainName(storage.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
     chain = opened(name)

@@ -1,4 +1,4 @@
-"""One checkpoint committed again at its place without some ids: a full one as a full one, a delta as a delta."""
+"""Commits one checkpoint again in its place, without some ids; a full checkpoint stays full, a delta stays a delta."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from recckpt.sparse.files.verifier import RowSums, check_part
 from recckpt.storage import Storage
 from recckpt.types import SlotSpec
 
-_Flags = npt.NDArray[np.bool_]  # one an id
+_Flags = npt.NDArray[np.bool_]  # one per id
 _STEP_BYTES = 8 << 20
 
 
@@ -39,16 +39,16 @@ class IdsInTable:
     """Which of the ids a table has in the checkpoint's own files, not counting its parents."""
 
     rows: _Flags  # the ids that have a row
-    n_deletes: int  # each counted as often as it occurs
+    n_deletes: int  # number of deletes of the ids, repeated ones included
     deletes: _Flags  # the ids that have a delete
     parts: frozenset[str]  # the files that contain any of the ids
 
     def find(self, places: Ids) -> Ids:
-        """Return, for ids given by their places among all: 0 for a row, ``DELETED`` for a delete, else ``ABSENT``."""
+        """Return, for indices into the ids: 0 if the id has a row, ``DELETED`` if it has a delete, else ``ABSENT``."""
         return np.where(self.rows[places], 0, np.where(self.deletes[places], DELETED, ABSENT))
 
 
-IdsInFiles = dict[str, IdsInTable]  # the same for several tables, by name
+IdsInFiles = dict[str, IdsInTable]  # name of a table -> its ids in a checkpoint's own files
 
 
 def files_with(ids: IdsInFiles) -> frozenset[str]:
@@ -56,7 +56,7 @@ def files_with(ids: IdsInFiles) -> frozenset[str]:
 
 
 def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
-    """Look for ids of a table, and of its counts, in one checkpoint's own files; skips batches without them."""
+    """Find ids of a table, and of its counts, in one checkpoint's own files; skip batches without them."""
     link = OpenLink.of(storage, checkpoint)
     meant = meant_in(checkpoint.manifest, table)
     entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
@@ -112,12 +112,12 @@ def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], rewrite: Rewrite, sum
 
 @dataclass(frozen=True)
 class Rewrite:
-    checkpoint: Checkpoint  # superseded; with its chain
-    contents: Sequence[IdsInFiles]  # of each link, newest first
-    below: Sequence[Checkpoint]  # parents of the new one, newest first: rewritten ones, if any; () if it is full
-    tables: tuple[str, ...]  # that lose rows
-    ids: Ids  # of the rows
-    request: str  # that asked for it
+    checkpoint: Checkpoint  # the superseded checkpoint, with its chain
+    contents: Sequence[IdsInFiles]  # per link, newest first
+    below: Sequence[Checkpoint]  # parents of the new checkpoint, newest first, perhaps rewritten; () if it is full
+    tables: tuple[str, ...]  # tables that lose rows
+    ids: Ids  # ids of the rows to remove
+    request: str  # the request to forget
 
     def n_rows(self, table: str) -> int:
         return rows_in_chain(list(zip(self.checkpoint.links, self.contents, strict=True)), table)
@@ -129,8 +129,8 @@ def commit_without(storage: Storage, fence: Fence, rewrite: Rewrite, threads: in
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; nothing is committed.
         OSError: the storage failed; nothing is committed.
-        CommitNotDurableError: perhaps committed, but not known to be durable.
-        WriterFencedError: another writer has taken the output dir over.
+        CommitNotDurableError: the checkpoint may be committed, but may not be durable.
+        WriterFencedError: another writer has taken over the output dir.
     """
     of = rewrite.checkpoint.manifest
     attempt = Attempt.begin(storage, fence, of.ckpt_id, step=of.step, overwrite=True)
@@ -153,9 +153,9 @@ def _write(
 
 
 def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Advance) -> Part | None:
-    """Write a part, without the ids if it has any; return its catalog entry, None if nothing is left of it.
+    """Write a part, without the ids if it has any; return its catalog entry, or None if no rows are left.
 
-    All other rows keep their bytes and their order; what was written is read back and compared with the source.
+    All other rows keep their bytes and order. The written part is read back and compared with the source.
     """
     name, tables = layout.join(to.directory, part.file), link.manifest.tables
     made: Part | None = part
@@ -165,7 +165,7 @@ def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Ad
         rows = _kept(reader, slots, rewrite, sums)
         made = write_part(lambda: (part.file, to.storage.create(name)), part.tables, slots, rows, holds=part.holds)
         sums.check_written(to.storage, to.directory, tables, made)
-    else:  # a copy: check every byte against the catalog
+    else:  # copied unchanged; every byte is checked against the catalog
         with link.files.open(layout.join(link.directory, part.file)) as content, to.storage.create(name) as sink:
             while data := content.read(_STEP_BYTES):
                 sink.write(data)
@@ -204,5 +204,5 @@ def _entry(table: TableEntry, rewrite: Rewrite) -> TableEntry:
     n_left = table.rows - rewrite.n_rows(table.name)
     if n_left < 0:
         path, found = layout.join(rewrite.checkpoint.directory, layout.MANIFEST), f"{table.rows} rows"
-        raise CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected="those of its chain at least")
+        raise CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected="at least those in its chain")
     return table.but(rows=n_left, delta=delta)

@@ -45,7 +45,7 @@ def test_damage_in_the_run_is_a_problem_and_what_stands_on_it_is_named_each_once
     assert answer.code == 1
     damaged, above = answer.err.splitlines()
     assert damaged.startswith("recckpt: in the run, ckpt_2 is damaged, and not copied: ckpt_2/sparse/")
-    assert above == "recckpt: in the run, ckpt_3 stands on ckpt_2, and is not copied"
+    assert above == "recckpt: in the run, ckpt_3 builds on ckpt_2, and is not copied"
     assert caplog.text == ""
     assert answer.out.startswith(f"{to}: copied 1 checkpoint, ")
     assert answer.out.endswith("; the newest is ckpt_1\n")

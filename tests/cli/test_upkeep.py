@@ -362,7 +362,7 @@ def test_mirrors_that_are_named_forget_too_and_one_that_is_not_reached_is_a_prob
 def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt, run, gone, tmp_path, monkeypatch):
     before, forget = tree(tmp_path), ("forget", run.url, "--table", "item", "--ids", gone)
     answer = recckpt(*forget, "--mirrors", run.url)
-    assert (answer.code, "a mirror is apart from its run" in answer.err) == (2, True)
+    assert (answer.code, "a mirror must be outside its run" in answer.err) == (2, True)
     answer = recckpt(*forget, "--dry-run")
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.startswith("would forget 3 ids of table item: 3 checkpoints to write again\n  ckpt_1: 2 rows, ")

@@ -244,7 +244,7 @@ def test_where_damage_is_in_the_way_restores_and_saves_go_on_without_the_ids(roo
     run = Managed(root)
     with caplog.at_level(logging.ERROR):
         assert run.manager.restore() == 4
-    assert "ids that were to be forgotten may still be there" in caplog.text
+    assert "ids may still be there although forgetting them was requested" in caplog.text
     assert not set(GONE) & set(run.user.ids().tolist())
     run.manager.step()
     assert not set(GONE) & set(read(root, "ckpt_5", "user"))

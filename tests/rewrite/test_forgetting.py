@@ -360,7 +360,7 @@ def test_damage_is_refused_before_anything_changes(root):
     assert tree(root) == before
     os.truncate(part, 10)
     before = tree(root)
-    with pytest.raises(CorruptCheckpointError, match="nobody can say whether it holds the ids"):
+    with pytest.raises(CorruptCheckpointError, match="it is unknown whether it holds the ids"):
         forget(str(root), "user", GONE)
     assert tree(root) == before
 

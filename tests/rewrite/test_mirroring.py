@@ -184,7 +184,7 @@ def test_what_stands_on_what_cannot_be_read_is_named_and_logged_once(run, to, tm
     assert ([*done.damaged], done.left_out) == (["ckpt_2"], {"ckpt_3": "ckpt_2", "ckpt_4": "ckpt_2"})
     first, *others = [record.getMessage() for record in caplog.records]
     assert first.startswith(f"{run}: ckpt_2 is damaged, and not copied: ")
-    assert others == [f"{run}: {name} stands on ckpt_2, and is not copied" for name in ("ckpt_3", "ckpt_4")]
+    assert others == [f"{run}: {name} builds on ckpt_2, and is not copied" for name in ("ckpt_3", "ckpt_4")]
 
 
 def test_what_is_damaged_in_the_mirror_alone_stays_for_whoever_wants_to_salvage_it(tmp_path, to):
@@ -293,7 +293,7 @@ def before_it(call, act):
 def test_a_mirror_that_finds_a_saver_has_come_since_it_looked_leaves_the_place_to_it(run, to):
     trainer, made = ForgettingRun(to), Mirror(run, to)
     made._to.replace = before_it(made._to.replace, lambda: trainer.saver.save("ckpt_5", step=5))
-    with pytest.raises(RecckptError, match=r"found .recckpt/owner/1.json: somebody saves there"):
+    with pytest.raises(RecckptError, match=r"found .recckpt/owner/1.json: a saver has claimed this place"):
         made.update()
     assert not (to / layout.MIRROR).exists()
     trainer.saver.save("ckpt_6", step=6)
@@ -346,8 +346,8 @@ def test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes(r
         (tmp_path / "other", to, RecckptError, f"is a mirror of {run}, and not of the run"),
         (tmp_path / "other", run, RecckptError, "found ckpt_1/, which no mirror has written"),
         (tmp_path / "other", tmp_path / "copy", RecckptError, "found ckpt_1/, which no mirror has written"),
-        (run, run, ValueError, "a mirror is apart from its run"),
-        (run, run / "inside", ValueError, "a mirror is apart from its run"),
+        (run, run, ValueError, "a mirror must be outside its run"),
+        (run, run / "inside", ValueError, "a mirror must be outside its run"),
         (tmp_path / "nothing", to, CheckpointNotFoundError, "does not exist"),
     ]
     for source, target, error, message in cases:
