@@ -178,7 +178,7 @@ class AttachedTable:
             self.live.look()
 
     def source(self, rows: Snapshot) -> TableSource:
-        """Return the source of the rows that a save writes, given the snapshot that the save has taken."""
+        """Return the source from which a save reads rows, given the snapshot that the save has taken."""
         return rows
 
     @property

@@ -244,7 +244,7 @@ class LiveTableOptions(TypedDict, total=False):  # arguments of live_tables
 def attached_once(
     model: nn.Module, tables: Sequence[FoundTable], left: Mapping[str, str], ranks: Ranks, **options: Any
 ) -> LiveTables:
-    """Return the live tables that a model already has, or new ones. LiveTableError if the former differ."""
+    """Return the live tables that a model already has, or new ones. Raises LiveTableError if they differ."""
     made = _made.get(id(model))
     if made is not None and made.model is model:
         made.check_same(tables)

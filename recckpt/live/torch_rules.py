@@ -1,6 +1,6 @@
 """Rules for torch's optimizers with states that become slots of live tables: which rows a step changes.
 
-A rule may declare that rows without a gradient stay unchanged only if a step keeps every bit of such rows.
+A rule may declare that rows without a gradient stay unchanged only if a step keeps every bit of these rows.
 """
 
 from __future__ import annotations

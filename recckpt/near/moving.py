@@ -23,7 +23,7 @@ ROUND_BYTES = 8 << 20  # the most that a rank sends, or receives, per round
 
 
 def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return host -> the next ``copies`` hosts, or all other hosts if there are fewer; {} without copies.
+    """Return, for each host, the hosts that get copies of its files: the next ``copies`` in order; {} without copies.
 
     ``hosts`` has the host of each rank.
     """

@@ -67,9 +67,9 @@ class NearPlan:
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether no near save begins because it lacks a base, and no checkpoint that could become one is being saved.
+        """Whether a checkpoint must be saved first, because no near save begins for lack of a base; not during a save.
 
-        While a checkpoint is being saved, the ranks get their base at different times.
+        While a checkpoint is being saved, the ranks get it as their base at different times.
         """
         return self.begun is None and not self.is_too_large and not self.is_saving
 

@@ -79,7 +79,7 @@ def _sealed(near_dir: NearDir) -> Sequence[Sealed]:
 
 
 def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList) -> list[Checkpoint]:
-    """Return the valid near saves, each with its parents, newest first. ``saves`` must have all files on some host."""
+    """Return the valid ones of ``saves``, each with its parents, newest first. All their files must be on some host."""
     # Rule *epoch_rule*: the list does not name saves that an overtaken writer seals afterwards.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
     # Rules *base_by_save_id* and *parent_is_name*: the parents of a near save are found like those of a delta.

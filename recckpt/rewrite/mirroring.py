@@ -118,7 +118,7 @@ class OnePass:
         )
 
     def _copy_missing(self) -> None:
-        """Copy checkpoint after checkpoint, until one is damaged: then the selection changes."""
+        """Copy checkpoint after checkpoint, until one is damaged; then the caller must select again."""
         missing = self._selection.missing
         total = sum(checkpoint.manifest.n_bytes for checkpoint in missing)
         with Progress(f"mirroring {plural(len(missing), 'checkpoint')}", total) as progress:

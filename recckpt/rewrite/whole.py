@@ -175,7 +175,7 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 
 @dataclass(frozen=True)
 class Means:
-    # writes the parts; None for threads of this process (a single thread is the caller's)
+    # writes the parts; None for threads of this process (if ``threads`` is 1, the caller's)
     executor: Executor | None
     threads: int  # number of threads that write parts and copy files
     budget_bytes: int  # memory of this process without an executor, otherwise of each worker

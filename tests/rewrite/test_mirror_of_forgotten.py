@@ -189,7 +189,7 @@ def test_a_mirror_that_has_yet_to_forget_brings_nothing_back_into_one_that_has(r
     for table in ("user", "item"):
         recckpt.rewrite.forget(run, table, GONE, mirrors=[to])
     before = tree(to)
-    with pytest.raises(RecckptError, match=f"ids were forgotten there which {late} may still have"):
+    with pytest.raises(RecckptError, match=f"ids were forgotten in this mirror that {late} may still have"):
         recckpt.rewrite.mirror(late, to)
     assert tree(to) == before
     recckpt.rewrite.mirror(run, late)

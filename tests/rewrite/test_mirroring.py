@@ -406,6 +406,6 @@ def test_a_pass_over_a_mirror_lists_no_files_of_its_root_and_a_run_that_was_begu
     assert (to / "mine.txt").exists()
     shutil.rmtree(run)
     ForgettingRun(run).saver.save("ckpt_1", step=1)
-    with pytest.raises(RecckptError, match="not of the run that is in"):
+    with pytest.raises(RecckptError, match="not of the run that is now in"):
         recckpt.rewrite.mirror(run, to)
     assert ids_of(to) == list(CHAIN)

@@ -243,7 +243,7 @@ class Filler:
         return self._owners.shares(batch).get(0, 0.0)
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Raise LiveTableError if the table cannot have a row of an id in this range, and must not skip the id."""
+        """Raise LiveTableError if the table cannot have rows of all ids in this range, and may not skip ids."""
         if not self.skips_outside:
             self.target.check_ids(least, greatest)
 

@@ -43,7 +43,7 @@ class PartCheck:
 class VerifyTask:
     url: str
     directory: str
-    tables: tuple[TableEntry, ...]  # those of the part's tables that the manifest lists
+    tables: tuple[TableEntry, ...]  # the manifest's entries of the part's tables
     part: Part
 
 

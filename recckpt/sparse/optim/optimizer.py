@@ -368,7 +368,7 @@ class SparseOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the steps and hyper-parameters of a ``state_dict()`` over the same tables, in any order.
+        """Load steps and hyper-parameters from a ``state_dict()`` of the same tables, in any order.
 
         Raises:
             StateMismatchError: the tables, the rule or the groups differ. Nothing has been changed.

@@ -56,7 +56,7 @@ def route(batches: Sequence[Int64s], n_owners: int, spacing: int, *, counted: bo
 
     ``spacing`` is the number of extra rows behind the rows that each owner returns. ``counted`` sends occurrences too.
     """
-    numbered = []  # for each batch: the number of each id among the distinct ids, and the distinct ids
+    numbered = []  # for each batch: (index of each id among the distinct ids, the distinct ids)
     for ids in batches:
         index = IdIndex()
         index.reserve(len(ids))

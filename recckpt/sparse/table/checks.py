@@ -190,7 +190,7 @@ def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[
 
 def checked_device(table: str, device: str | torch.device) -> torch.device:
     if torch.device(device).type == "meta":
-        raise ValueError(f"table {table!r}: rows on the device 'meta' would have no values: do not move it there")
+        raise ValueError(f"table {table!r}: rows on the device 'meta' have no values: use another device")
     if torch.get_default_device().type == "meta":
         raise ValueError(
             f"table {table!r}: made under torch.device('meta'), where tensors have no values: make the table outside, "

@@ -194,7 +194,7 @@ def mark_rows(rows: Any, marks: Any) -> None:
 
 @compiled
 def pick_marked(rows: Any, marks: Any, needed: Any, mark_others: bool) -> Any:
-    """Return positions in ``rows`` with bit 1 in ``marks``, or bit 0 in a non-empty ``needed``; maybe mark the rest."""
+    """Return positions of ``rows`` marked, or absent from a non-empty ``needed``; ``mark_others`` marks the rest."""
     places = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):

@@ -185,7 +185,7 @@ def test_tables_that_count_steps_by_themselves_are_refused_though_set_later_and_
     with pytest.raises(ValueError, match=r"set_grad_accum_steps\(2\) of SparseSGD"):
         optim.step()
     assert torch.equal(twin.shift, before)
-    with pytest.raises(ValueError, match="clip before the call of step"):
+    with pytest.raises(ValueError, match="clip only before the call of step"):
         clip_grad_norm_(twin, sparse, 1.0)
     sparse.step()
     assert clip_grad_norm_(twin, sparse, 1.0) > 0

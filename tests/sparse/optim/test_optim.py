@@ -290,7 +290,7 @@ def test_a_step_in_eval_mode_says_once_that_ids_without_rows_get_none(caplog, ki
     lines = [record.getMessage() for record in caplog.records]
     assert len(table) == (60 if is_left_in_eval_mode else 310)
     assert [line.partition(" have no row")[0] for line in lines] == (
-        ["table 't': 250 of the 310 ids that a step trains"] if is_left_in_eval_mode else []
+        ["table 't': 250 of the 310 ids with gradients in this step"] if is_left_in_eval_mode else []
     )
 
 

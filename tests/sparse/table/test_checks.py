@@ -44,7 +44,7 @@ REFUSED = [  # call, values, what is said of each
         "int64, found {0}; convert them with ids.long()",
     ),
     (lambda dtype: table_of()(torch.ones(2, dtype=dtype)), [torch.uint8, torch.bool], "int64, found {0}; convert them"),
-    (lambda dtype: table_of()(torch.ones(2, dtype=dtype)), [torch.float32], "int64, found {0}; make them int64 where"),
+    (lambda dtype: table_of()(torch.ones(2, dtype=dtype)), [torch.float32], "int64, found {0}; make them int64 at"),
     (lambda ids: table_of()(ids), [[1, 2], 3, np.arange(2)], "tensor, found a {1}; convert them with torch.as_tensor"),
     (
         lambda dtype: table_of(dtype=dtype),

@@ -488,7 +488,7 @@ def test_where_more_rows_come_than_go_part_by_part_a_step_looks_at_all_and_says_
         assert len(table) <= 1000
     [record] = caplog.records
     assert "960 rows at step 24" in record.message
-    assert "less than evict_every=10000" in record.message
+    assert "set evict_every to less than 10000" in record.message
 
 
 def test_a_look_up_of_more_ids_than_a_capacity_is_refused_before_a_row_is_added():
@@ -562,7 +562,7 @@ def test_a_table_with_a_capacity_says_once_that_it_grows_past_it_where_no_step_i
         assert bool(caplog.records) == (number >= first), "at the first look-up of a table that has grown past it"
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"table 't': found {found}, more than Capacity(n=100" in record.message
+    assert f"table 't': found {found}, more than the limit Capacity(n=100" in record.message
     assert "while step 0 goes on" in record.message
     table.step = 1
     table(torch.tensor([1]))
@@ -635,7 +635,7 @@ def test_policies_by_what_is_not_tracked_are_refused(policy, track, remedy):
         ({"evict": [3], "evict_every": 1}, r"expected policies of recckpt.policies.evict, found \[3\]"),
         ({"evict": "LowCount", "evict_every": 1}, r"expected policies .* found \['LowCount'\]"),
         ({"evict": LowCount, "evict_every": 1}, "expected policies"),
-        ({"evict": LowCount(2)}, "no evict_every: give the number of steps"),
+        ({"evict": LowCount(2)}, "no evict_every: pass the number of steps"),
         ({"evict_every": 10}, "evict has no policy that uses it"),
         ({"budget_ms": 10}, "evict has no policy that uses it"),
         ({"evict": LowCount(2), "evict_every": 0}, "evict_every must be an int of at least 1, found 0"),

@@ -101,7 +101,7 @@ def test_training_goes_on_in_the_new_width_and_forgets_gradients_of_the_old_one(
     table.resize(6)
     assert table.grad is None
     with pytest.raises(
-        ValueError, match=r"table 't': found gradients of shape \(4,\), expected \(6,\): it was resized"
+        ValueError, match=r"table 't': found gradients of shape \(4,\), expected \(6,\): the table was resized"
     ):
         late.backward()
     before = table.lookup(torch.arange(50))[0]
