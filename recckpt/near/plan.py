@@ -67,9 +67,9 @@ class NearPlan:
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether a checkpoint must be saved first, because no near save begins for lack of a base; not during a save.
+        """Whether no near save begins for lack of a base, and no checkpoint is being saved that could become the base.
 
-        While a checkpoint is being saved, the ranks get it as their base at different times.
+        A checkpoint that is being saved becomes the base at a different time on each rank.
         """
         return self.begun is None and not self.is_too_large and not self.is_saving
 

@@ -70,7 +70,7 @@ def test_an_eps_that_is_0_in_float16_changes_rows_without_a_gradient(eps, n_chan
     optimizer = optim.Adagrad(module.parameters(), lr=0.1, eps=eps)
     reason = rule_of(optimizer).reason(optimizer.param_groups[0])
     assert len(train(module, optimizer, 1)[0]) == n_changed
-    assert reason == ("eps=1e-10 is 0 in float16, so that rows without a gradient change" if n_changed > 2 else None)
+    assert reason == ("eps=1e-10 is 0 in float16, so rows without a gradient change" if n_changed > 2 else None)
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)

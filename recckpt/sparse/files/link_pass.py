@@ -166,7 +166,7 @@ class LinkPass:
     def _read_kind(
         self, kind: PartKind, take: Callable[[BatchRows], None], rounds: Rounds, threads: int, *, with_values: bool
     ) -> int:
-        """In each round, read and send rows of other ranks, and take received rows. Last, read batches for this rank."""
+        """In each round, read and send rows of other ranks, and take received rows. Then read own batches."""
         windows, n_bytes = iter(self._shared[kind]), 0
         read = partial(self._read, take=take, with_values=with_values)
         for senders in rounds[kind]:
