@@ -156,7 +156,7 @@ def test_while_ids_cannot_be_forgotten_near_saves_fail_and_no_checkpoints_are_ma
         run.put(_3=3.0).step().put(_4=4.0).step()
     assert (run.counts, run.manager.counts.begun) == ((0, 2, 0), 0)
     assert (
-        len([r for r in caplog.records if "near save failed: " in r.message and "ids are yet to be" in r.message]) == 1
+        len([r for r in caplog.records if "near save failed: " in r.message and "to forget ids is" in r.message]) == 1
     )
     assert run.step().counts == (1, 2, 0)
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}

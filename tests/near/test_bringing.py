@@ -58,9 +58,9 @@ def test_near_saves_that_a_living_process_removes_are_told_of_as_such(tmp_path, 
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
     again = [record.message for record in caplog.records if record.message.endswith("; looking again")]
     assert len(again) == 3
-    assert all("the process that makes near saves there is probably alive: end it" in message for message in again)
+    assert all("the process that makes near saves there is probably still running: end it" in message for message in again)
     assert "max_keep" not in caplog.text
-    assert "the process that makes them is probably alive; end it, and restore again" in caplog.text
+    assert "the process that makes them is probably still running; end it, and restore again" in caplog.text
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_host_without_room_for_what_is_damaged_there_keeps_what_is_whole(tmp_p
     before = files_of_near_saves(tmp_path / NEW)
     disk.leave(0)
     assert restored(tmp_path, ["a", NEW]) == BASE
-    assert all("cannot be brought to" in message for message in errors(caplog))
+    assert all("cannot be copied to" in message for message in errors(caplog))
     assert files_of_near_saves(tmp_path / NEW) == before
     disk.leave()
     assert restored(tmp_path, ["a", NEW]) == NEWEST
@@ -127,8 +127,8 @@ def test_what_comes_to_a_host_is_told_once(tmp_path, caplog):
     on_hosts(tmp_path, ["a", "b"], trained)
     caplog.clear()
     assert restored(tmp_path, ["a", "new", "new"]) == NEWEST
-    [message] = [record.message for record in caplog.records if ": brought " in record.message]
-    assert message.partition(": brought ")[0] == f"near save {'.'.join(near_names(tmp_path, 'a')[-1].split('/')[-2:])}"
+    [message] = [record.message for record in caplog.records if ": copied " in record.message]
+    assert message.partition(": copied ")[0] == f"near save {'.'.join(near_names(tmp_path, 'a')[-1].split('/')[-2:])}"
     assert f" kB to {HOST}:{tmp_path / 'new'} from {HOST}:{tmp_path / 'a'}" in message
 
 
@@ -136,4 +136,4 @@ def test_where_nothing_comes_to_a_host_nothing_is_told(tmp_path, caplog):
     caplog.set_level("INFO", "recckpt")
     on_hosts(tmp_path, ["a", "b"], trained)
     assert restored(tmp_path, ["a", "b"]) == NEWEST
-    assert "brought" not in caplog.text
+    assert ": copied " not in caplog.text

@@ -44,8 +44,8 @@ def test_files_that_are_on_no_host_are_counted_and_what_is_restored_is_named(tmp
     n_files = len([path for path in older.rglob("*") if path.is_file() and path.name not in ("near.json", "INTENT")])
     [warning] = warnings(caplog)
     assert warning == (
-        f"near save {named(newer)} of step 3 is passed over for near_2: 1 of its {n_files} files is on no host that is "
-        "here, or cut short"
+        f"near save {named(newer)} of step 3 is passed over for near_2: 1 of its {n_files} files is on no host that "
+        "takes part, or cut short"
     )
 
 
@@ -82,7 +82,7 @@ def test_another_process_that_took_over_without_near_saves_is_a_reason(tmp_path,
     Fence(output_dir(tmp_path), near=VOIDED).hold()
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
     [warning] = warnings(caplog)
-    assert warning.startswith(f"near save {named(run.near_dirs[0])} of step 2 is passed over for ckpt_1: it does ")
+    assert warning.startswith(f"near save {named(run.near_dirs[0])} of step 2 is passed over for ckpt_1: it is no longer ")
 
 
 def test_a_base_that_is_damaged_is_a_reason(tmp_path, caplog):

@@ -40,7 +40,7 @@ def test_where_all_go_time_and_again_the_checkpoint_is_restored(tmp_path, caplog
     near_dir.sealed = lambda: sealed
     before_each_check(run, lambda save: near_dir.remove(save.directory))
     assert rows(run.restore()) == {1: 1.0}
-    assert "the process that makes them is probably alive; end it" in caplog.text
+    assert "the process that makes them is probably still running; end it" in caplog.text
 
 
 def test_the_list_is_read_after_the_near_dir(tmp_path):

@@ -202,7 +202,7 @@ class TableReader:
 
 
 def table_damage(table: TableReader, where: str, found: str, expected: str) -> CorruptCheckpointError:
-    """Return an error about a table that no single file causes."""
+    """Return the error for damage of a table that cannot be attributed to one file."""
     path, name = layout.join(table.directory, layout.SPARSE_DIR), f"table {table.entry.name!r}"
     return CorruptCheckpointError(path, f"{name}, {where}" if where else name, found=found, expected=expected)
 

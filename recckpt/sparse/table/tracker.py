@@ -6,8 +6,8 @@ A saver that writes deltas keeps one ``Tracker``. On each rank, at each save::
     replaced = [some.is_replaced(base) for some in frozen]   # the ranks agree: replaced on one is replaced on all;
                                                              # some.n_changed helps to choose delta or full
     sources = [some.snapshot or some.delta(base) ...]        # all rows, or the changed ones; close them as usual
-    frozen[i].committed(save_id)                             # if the checkpoint becomes the base; otherwise, also after
-    frozen[i].failed()                                       # an ephemeral commit, this: the base stays
+    frozen[i].committed(save_id)                             # the checkpoint becomes the base; or, if the save failed
+    frozen[i].failed()                                       # or is ephemeral: the base stays
 
 After a full restore call ``tracker.begin(table, save_id)``. A save that never ends counts as failed; a table without a
 known base counts as replaced. A table without a tracker marks nothing. Thread-safe, but a change of a table must not
