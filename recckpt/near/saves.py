@@ -224,7 +224,7 @@ class NearSaves:
         return self.fence.epoch
 
     def _look(self, ranks: Ranks, step: int | None) -> tuple[Changes, str, NearStand | None, Exception | None]:
-        """Return this rank's changes, its host ("" if unknown), the stand (only on rank 0), and the failure or None.
+        """Return this rank's changes, its host ("" if unknown), the NearStand (rank 0 only), and the failure or None.
 
         Raises nothing, and creates nothing except a host id.
         """

@@ -223,7 +223,7 @@ class NearTier(NearAtTakeover):
         self._by_first_ranks(ranks, lambda: self._clear_here(stays))
 
     def forget_together(self, ranks: Ranks, epoch: int) -> None:
-        """Remove all near saves up to the epoch of a forgetting from all hosts, each by its first rank. Collective."""
+        """Remove all near saves up to ``epoch``, when ids were forgotten; each host's first rank acts. Collective."""
         self._by_first_ranks(ranks, lambda: self._noted.remove() if self._remove_others(Kept(epoch)) else None)
 
     def _by_first_ranks(self, ranks: Ranks, act: Callable[[], None]) -> None:

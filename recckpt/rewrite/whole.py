@@ -49,7 +49,7 @@ LEAST_BUDGET_BYTES = 8 << 20  # per worker; with less, a worker would read a bat
 
 @dataclass(frozen=True)
 class ChainName:
-    """Where the links of a chain are, newest first, and the checksums of their manifests."""
+    """The directories of a chain's links, newest first, with the checksums of their manifests."""
 
     url: str  # URL of the output dir
     links: tuple[tuple[str, int], ...]

@@ -58,7 +58,7 @@ def test_near_saves_that_a_living_process_removes_are_told_of_as_such(tmp_path, 
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
     again = [record.message for record in caplog.records if record.message.endswith("; looking again")]
     assert len(again) == 3
-    assert all("the process that makes near saves there is probably still running: end it" in message for message in again)
+    assert all("makes near saves there is probably still running: end it" in message for message in again)
     assert "max_keep" not in caplog.text
     assert "the process that makes them is probably still running; end it, and restore again" in caplog.text
 

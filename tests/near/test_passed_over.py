@@ -82,7 +82,7 @@ def test_another_process_that_took_over_without_near_saves_is_a_reason(tmp_path,
     Fence(output_dir(tmp_path), near=VOIDED).hold()
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
     [warning] = warnings(caplog)
-    assert warning.startswith(f"near save {named(run.near_dirs[0])} of step 2 is passed over for ckpt_1: it is no longer ")
+    assert warning.startswith(f"near save {named(run.near_dirs[0])} of step 2 is passed over for ckpt_1: it is no ")
 
 
 def test_a_base_that_is_damaged_is_a_reason(tmp_path, caplog):

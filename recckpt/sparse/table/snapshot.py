@@ -50,7 +50,7 @@ class Log:
 
 
 class PreImages:
-    """Columns at one time: training copies rows aside before it writes, and readers overlay these copies.
+    """Columns as they were at one time: training copies rows aside before it writes; readers overlay these copies.
 
     A reader first reads the live values and only then looks up which of its rows were copied aside, so values that
     changed during the read are replaced. Thread-safe. The log must be empty and have the same columns.
