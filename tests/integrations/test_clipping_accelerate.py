@@ -99,7 +99,7 @@ def test_a_prepared_joint_optimizer_is_what_one_is_with_a_scaler_too(case):
 @pytest.mark.parametrize("spoilt", [None, {0: twins.TABLE}])
 def test_two_prepared_optimizers_and_a_scaler_are_refused_before_rows_move(spoilt):
     twin = twins.with_table()
-    with pytest.raises(ValueError, match=r"unscaled twice: prepare recckpt.sparse.JointOptimizer\(dense, sparse\)"):
+    with pytest.raises(ValueError, match=r"gradients twice: prepare recckpt.sparse.JointOptimizer\(dense, sparse\)"):
         train(twin, scale=256.0, spoilt=spoilt)
     assert torch.equal(twins.trained(twin)["rows"], twins.weights())
 
