@@ -73,7 +73,7 @@ class LiveTarget(LoadTarget):
             )
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Reset ``fresh`` optimizer slots to their initial values. Rows stay until the load overwrites them."""
+        """Keep all rows, and reset ``fresh`` optimizer slots to their initial values."""
         store = self._attached.rows
         n_rows = store.box.rows[1] - store.box.rows[0]
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))

@@ -147,7 +147,7 @@ class NearTier(NearAtTakeover):
     # At rotation
 
     def bases(self, newest: tuple[int, int]) -> set[str]:
-        """Return the parents of near saves that are newer than ``newest``, a checkpoint's order (*keep_near_base*)."""
+        """Return the parents of near saves newer than ``newest``, a checkpoint's order (rule *keep_near_base*)."""
         under_way = self._under_way  # read before ``_kept``, because another thread moves it there
         generations = (*self._named, *self._kept, *([under_way] if under_way else []))
         return {each.base for each in generations if each.order > newest}
@@ -183,8 +183,8 @@ class NearTier(NearAtTakeover):
         """Keep the near save being made; return the near saves to keep on all hosts. Called by rank 0.
 
         Rule *two_generations*: the newest two stay, of the acknowledged near saves and those listed at the takeover.
-        What is removed is decided here, before a successor can take over, so a writer that is overtaken later removes
-        nothing that its successor has listed.
+        This call decides what is removed, so a writer that is overtaken later removes nothing that its successor has
+        listed.
         """
         done = self._under_way
         assert done is not None

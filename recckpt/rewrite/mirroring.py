@@ -246,9 +246,9 @@ class Mirror:
 
     def update(self) -> Mirrored:
         """Make one pass. Raises the errors of :func:`mirror`."""
-        check_none_pending(self._run, "wait for that process, or run `recckpt forget DIR` first, which completes it")
+        check_none_pending(self._run, "wait until it is done, or run `recckpt forget DIR` first, which completes it")
         before = frozenset(requests(self._to))  # read first: a concurrent pass may add later ones
-        forgotten = frozenset(requests(self._run))  # read before the run is listed: later requests may concern the list
+        forgotten = frozenset(requests(self._run))  # read before the run is listed, which may not reflect later ones
         run = self._look_at_run()
         if not self._is_prepared:
             refuse_checkpoint(self._to)

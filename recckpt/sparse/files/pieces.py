@@ -58,7 +58,7 @@ class _Unchecked:
 
 
 class RowPiece:
-    """All or some rows of one batch as columns, ids first; an item of a column is a whole row. The ids are checked.
+    """All or some rows of one batch as columns, ids first; an item of a column has the bytes of a row. Ids are checked.
 
     ``hashes`` of the ids are distinct for distinct ids, and ordered by bucket.
     """

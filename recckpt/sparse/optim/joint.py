@@ -33,7 +33,7 @@ class JointOptimizer(Optimizer):
     """
 
     optimizers: tuple[Optimizer, ...]
-    _step_supports_amp_scaling = False  # has a GradScaler unscale gradients before it steps, also for a fused optimizer
+    _step_supports_amp_scaling = False  # a GradScaler then unscales before it steps, even a fused optimizer
 
     def __init__(self, *optimizers: Optimizer) -> None:
         _check(optimizers)

@@ -157,7 +157,7 @@ def checked_event_time(table: str, event_time: Any) -> float | None:
     return None if event_time is None else float(event_time)
 
 
-HashRange = tuple[int, int]  # the ids whose hashes end in 16 bits with a value in [begin, end)
+HashRange = tuple[int, int]  # the ids whose hashes have their last 16 bits in [begin, end)
 ALL: HashRange = (0, N_PARTS)
 
 

@@ -88,7 +88,7 @@ class IdIndex:
         return rows
 
     def part(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
-        """Return rows and ids, in any order, whose hashes end in 16 bits in [begin, end); reads only their cells."""
+        """Return rows and ids, unordered, of hashes with their last 16 bits in [begin, end); read no other cells."""
         part: Int64s = _part(self.cells, self.counts, begin, end)
         return part[0], part[1]
 

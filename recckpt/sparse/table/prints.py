@@ -185,7 +185,7 @@ class PrintMarks(SaverMarks):
 
 
 class PrintedRows(SnapshotOver):
-    """A snapshot that computes and checks the fingerprints of the rows ``some`` before any row is released."""
+    """A snapshot that computes and checks fingerprints of ``some`` rows before any row is released. Thread-safe."""
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ def marked_rows(bits: Bytes, n_rows: int) -> Int64s:
 
 @compiled
 def _mark(rows: Any, bits: Any, count: Any) -> None:
-    """Set bits and count them, in one compiled call so that no exception interrupts, as in the next two functions."""
+    """Set bits and count them; one compiled call, so that no exception interrupts, as in the next two functions."""
     for i in range(len(rows)):
         if not is_marked(bits, rows[i]):
             bits[rows[i] >> 3] |= 1 << (rows[i] & 7)

@@ -10,8 +10,8 @@ A saver that writes deltas keeps one ``Tracker``. On each rank, at each save::
     frozen[i].failed()                                       # or is ephemeral: the base stays
 
 After a full restore call ``tracker.begin(table, save_id)``. A save that never ends counts as failed; a table without a
-known base counts as replaced. A table without a tracker marks nothing. Thread-safe, but a change of a table must not
-call the tracker in its own thread, as a signal handler might.
+known base counts as replaced. A table without a tracker marks nothing. Thread-safe, except for a signal handler
+that interrupts a change of a table in its own thread.
 
 If other code writes rows, marks are compared with fingerprints: those of some rows at each save, and of all rows at
 intervals. So a write that was not marked is found after a bounded number of saves.
