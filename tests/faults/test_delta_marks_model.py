@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 import pytest
 from faults.all_states import Lost
 from faults.delta_marks_model import MarkRules, Marks
-from support.sweeps import mostly_slow
 
 ONE_RANK = {"ids": "xyz"}
 TWO_IDS = {"ids": "xy"}
@@ -48,7 +47,6 @@ def test_a_delta_makes_of_its_base_what_was_saved_after_many_steps(figures, scen
     figures.add("delta marks", states=Marks(MarkRules(), **scene, depth=6).check(), lost=0)
 
 
-@mostly_slow()
 @pytest.mark.parametrize("rule", NEEDED)
 def test_without_any_one_rule_of_marks_a_delta_is_wrong(figures, rule):
     scene, depth = NEEDED[rule]

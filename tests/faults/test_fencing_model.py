@@ -63,7 +63,6 @@ def test_nothing_is_lost_beside_a_list_whose_claim_is_gone(figures):
     figures.add("model", states=states, lost=0)
 
 
-@mostly_slow()
 @pytest.mark.parametrize("rule", NEEDED)
 def test_without_any_one_rule_something_is_lost(figures, rule):
     is_caught(figures, rule, *NEEDED[rule])

@@ -7,7 +7,6 @@ from faults.plants import Plant
 from rewrite import test_forgetting
 from rewrite.test_forgetting import chain, root  # noqa: F401
 from support.spec_reader import DamagedError
-from support.sweeps import mostly_slow
 
 CARRY_OUT = "recckpt.rewrite.requests:_carry_out"
 RULES = {
@@ -34,7 +33,6 @@ RULES = {
 }
 
 
-@mostly_slow()
 @pytest.mark.parametrize("rule", RULES)
 def test_a_test_finds_what_keeps_to_a_rule_of_forgetting_no_longer(request, monkeypatch, rule):
     plant, test = RULES[rule]
