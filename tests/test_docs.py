@@ -138,6 +138,16 @@ def test_every_link_of_the_documents_leads_to_a_file() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_file_of_tests_that_a_page_names_is_there() -> None:
+    there = {path.name for path in TESTS.rglob("test_*.py")} | {
+        path.relative_to(ROOT).as_posix() for path in TESTS.rglob("*.py")
+    }
+    named = {
+        name for page in PAGES.values() for name in re.findall(r"(?:tests/[a-z_/]+/)?\btest_\w+\.py", page.read_text())
+    }
+    assert named - there == set()
+
+
 def test_the_pages_that_the_code_names_are_there() -> None:
     for folder in ("recckpt", "examples", "benchmarks"):
         for source in (ROOT / folder).rglob("*.py"):
