@@ -1,4 +1,4 @@
-"""Looking into checkpoints: as data sets, by SQL, row by row over a run; and reading, verifying, repairing them."""
+"""Reads, verifies, compares and repairs checkpoints: as data sets, by SQL, and row by row over a run."""
 
 from __future__ import annotations
 

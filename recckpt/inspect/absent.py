@@ -1,4 +1,4 @@
-"""Searches all part files of a directory for ids, whether a manifest lists the files or not; reads files of ids."""
+"""Searches all part files of a directory for ids, including unlisted files; reads files of ids."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from recckpt.storage.local_files import mapped
 from recckpt.text import instead_of
 
 _THREADS = 8
-_KINDS = "a text file with an id a line, an .npy file of integers, or a .parquet file with a column id"
+_KINDS = "a text file with one id per line, an .npy file of integers, or a .parquet file with a column id"
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass
 class Holding:
-    """Those of the sought ids that one directory has in one table."""
+    """The ids of a search that one directory has in one table."""
 
     directory: str
     ckpt_id: str | None  # None without a manifest: a leftover, a near save, a copy of a part
@@ -44,12 +44,12 @@ class Holding:
 
 @dataclass(frozen=True)
 class Absence:
-    url: str  # where it looked
-    holding: tuple[Holding, ...]  # what holds ids; empty where they are absent
+    url: str  # where the search looked
+    holding: tuple[Holding, ...]  # directories that have ids; empty if the ids are absent
     unread: dict[str, str]  # part that could not be read -> why
-    pending: dict[str, int]  # table -> how many of the ids a request to forget that has not ended names
-    n_parts: int  # how many files were read
-    n_asked: int  # how many of the ids the audit lists as requested to be forgotten
+    pending: dict[str, int]  # table -> number of the ids in unfinished requests to forget
+    n_parts: int  # number of files read
+    n_asked: int  # number of the ids that the audit lists as requested to be forgotten
 
 
 def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
@@ -58,7 +58,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
     Args:
         path: a checkpoint, an output dir, a mirror, or a near dir of this host; any fsspec URL.
         ids: int64.
-        table: only this table, its counts of ids without a row included; None for all tables.
+        table: search only this table, also in its counts of ids without a row; None for all tables.
 
     Raises:
         CheckpointNotFoundError: the directory has no file that could contain ids.
@@ -95,7 +95,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
 
 
 def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:
-    """Return the directories to search, "" for files outside of them; add missing parts of a chain to ``unread``."""
+    """Return the directories to search ("" for files outside of them); add missing parts of a chain to ``unread``."""
     inside, (parent, directory) = open_storage(path), open_parent(path)
     if not has_manifest(parent, directory):
         directories = attempt_dirs(inside)
@@ -103,11 +103,11 @@ def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[s
             return inside, [*directories, ""]
         if not inside.why_empty() and counted_back(parent, directory) is None:
             raise CheckpointNotFoundError(f"{inside.url}: found no checkpoint")
-    checkpoints = find_checkpoints(path)  # CheckpointNotFoundError if it is none of ours
+    checkpoints = find_checkpoints(path)  # raises CheckpointNotFoundError for a directory that recckpt did not make
     record = _manifest(checkpoints.storage, checkpoints.directories[0])
     if record is None or (record.kind == "delta" and len(checkpoints.directories) == 1):
         where = layout.join(checkpoints.directories[0], layout.MANIFEST)
-        unread[where] = "that its manifest or what it stands on is damaged or missing"
+        unread[where] = "that its manifest or one of its bases is damaged or missing"
     return checkpoints.storage, checkpoints.directories
 
 
@@ -119,9 +119,9 @@ def _manifest(storage: Storage, directory: str) -> Manifest | None:
 
 
 def _parts(storage: Storage, top: str, unread: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (directory of a checkpoint, near save or copy; name in it) of each part below a directory.
+    """Yield (directory, name in it) of each part below ``top``; a directory is a checkpoint, near save or copy.
 
-    Parts that a manifest lists are included even if they are missing, so that reading them says so.
+    Missing parts that a manifest lists are included, so that the attempt to read them reports the loss.
     """
     record = _manifest(storage, top)
     names = {file.name for file in record.files} if record else set()
@@ -132,7 +132,7 @@ def _parts(storage: Storage, top: str, unread: dict[str, str]) -> Iterator[tuple
     else:
         names.update(name for name in there if top or "/" not in name)
     for name in sorted(names):
-        if layout.may_have_rows(name) or name.rpartition("/")[2] == layout.SPARSE_DIR:  # that is a link
+        if layout.may_have_rows(name) or name.rpartition("/")[2] == layout.SPARSE_DIR:  # a symbolic link
             below, _, file = f"/{name}".rpartition(f"/{layout.SPARSE_DIR}/")
             yield (layout.join(top, below[1:]), f"{layout.SPARSE_DIR}/{file}") if below else (top, name)
 
@@ -150,13 +150,13 @@ def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | No
 def _look(
     storage: Storage, directory: str, name: str, sought: Ids, tables: Sequence[str] | None
 ) -> Mapping[str, Ids] | str:
-    """Return the sought ids in a part, by table, or the reason why the part cannot be read."""
+    """Return table -> ids found in a part, or the reason why the part cannot be read."""
     ids_by_table: dict[str, list[Ids]] = {}
     try:
         for names, columns in unlisted_batches(mapped(storage, layout.join(directory, name))):
             numbers, ids = np.frombuffer(columns[TABLE], np.uint16), np.frombuffer(columns[ID], np.int64)
-            if (np.diff(bucket_of(ids).astype(np.int64)) < 0).any():  # compressed ones, or of another writer
-                raise ValueError("no rows in the order of their buckets")
+            if (np.diff(bucket_of(ids).astype(np.int64)) < 0).any():  # compressed bytes, or bytes of another writer
+                raise ValueError("rows that are not in bucket order")
             is_sought = is_among(ids, sought)
             for number in np.unique(numbers[is_sought]):
                 if tables is None or names[number] in tables:
@@ -167,7 +167,7 @@ def _look(
 
 
 def read_ids(path: str) -> npt.NDArray[np.int64]:
-    """Return the ids in a file, in its order; ValueError if there are none, or not int64."""
+    """Return the ids in a file, in file order; ValueError if the file has no ids, or ids that are not int64."""
     file = Path(path)
     read = {".npy": _of_npy, ".parquet": _of_parquet}.get(file.suffix.lower(), _of_text)
     ids = read(file)

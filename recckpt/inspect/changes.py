@@ -1,4 +1,4 @@
-"""What changed since an older checkpoint: rows and deletes by table, and dense tensors."""
+"""Changes since an older checkpoint: changed rows and deletes per table, and changed dense tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from recckpt.types import EMBEDDING
 
 @dataclass(frozen=True)
 class RowChanges:
-    """What has changed in one table.
+    """The changes of one table.
 
     Attributes:
-        name: of the table.
-        replaced: whether these are all rows of the table, which replace the rows of the older checkpoint.
+        name: name of the table.
+        replaced: whether ``upserts`` yields all rows of the table, to replace the rows of the older checkpoint.
         rows: upper bound of new or changed rows: a row that changed in two deltas counts twice.
         deleted: upper bound of deleted ids.
     """
@@ -36,9 +36,9 @@ class RowChanges:
         """Yield the new or changed rows with their present values, as :meth:`recckpt.CheckpointReader.table` does.
 
         Raises:
-            KeyError: no such slot.
+            KeyError: the table has no such slot.
             TypeError: ``columns`` is a single name.
-            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or gone.
+            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed.
         """
         table = self._chain.table_with(self.name, columns)
         return table.all_rows() if self.replaced else table.upserts()
@@ -46,7 +46,7 @@ class RowChanges:
     def values(self, slot: str = EMBEDDING) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
         """Yield the ids of new or changed rows, and their values of one slot, of shape (ids, *slot_shape).
 
-        bfloat16 comes as float32. Raises what :meth:`upserts` raises.
+        bfloat16 is returned as float32. Raises the errors of :meth:`upserts`.
         """
         slots = {one.name: one for one in self._chain.manifest.named_table(self.name).slots}
         for batch in self.upserts([slot]):
@@ -56,19 +56,19 @@ class RowChanges:
         """Yield the deleted ids; nothing if the table was replaced.
 
         Raises:
-            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or gone.
+            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed.
         """
         return self._chain.table(self.name, []).deletes()
 
 
 @dataclass(frozen=True)
 class CheckpointChanges:
-    """What has changed from one checkpoint to another.
+    """The changes from one checkpoint to another.
 
     Attributes:
         is_whole: whether the checkpoint is not based on the older one, so that the changes contain all of its rows.
         tables: name -> changes, of the tables with changed rows.
-        dropped_tables: tables that no longer exist; unknown if the older one is given by name and is not in the chain.
+        dropped_tables: tables that no longer exist; unknown if the older checkpoint is a name that is not in the chain.
         dense: dense tensors that are new, have other bytes, or are split into other chunks.
         dropped_dense: dense tensors that no longer exist.
     """
@@ -81,13 +81,13 @@ class CheckpointChanges:
 
 
 def changes_between(before: OpenChain | str | None, now: OpenChain) -> CheckpointChanges:
-    """Return the changes since a checkpoint, or since the save of that name, which may be a link of ``now``."""
+    """Return the changes since a checkpoint. ``before`` may be the name of a save, such as a link of ``now``."""
     names = [link.manifest.name for link in now.links]
     name = before.manifest.name if isinstance(before, OpenChain) else before
     newest = now.newest(names.index(name)) if name in names else now
     tables = {}
     for entry in now.manifest.tables:
-        entries = []  # of the links that count, newest first
+        entries = []  # the table in the links newer than ``before``, newest first
         for link in newest.links:
             if (of_link := link.manifest.table(entry.name)) is not None:
                 entries.append(of_link)

@@ -1,4 +1,4 @@
-"""The dense state of a checkpoint's model as one torch file, which needs neither recckpt nor several ranks."""
+"""Writes the dense state of a model as one torch file, which can be loaded without recckpt and on one rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OTHER_KINDS = frozenset({".safetensors", ".arrow", ".npz", ".npy", ".h5", ".onn
 
 @dataclass(frozen=True)
 class Consolidated:
-    ckpt_id: str  # of the checkpoint
-    names: tuple[str, ...]  # of all entries of the file
+    ckpt_id: str  # the checkpoint
+    names: tuple[str, ...]  # names of all entries of the file
     sharded: tuple[str, ...]  # names of the tensors that were stored in chunks
     n_bytes: int  # size of the file
 
@@ -33,16 +33,16 @@ def consolidate(path: str, out: str) -> Consolidated:
     Checks everything that it reads. Holds one tensor at a time in memory.
 
     Args:
-        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        path: a checkpoint, or an output dir for its newest checkpoint; any fsspec URL.
         out: the file to write, which must not exist; any fsspec URL.
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint.
-        CheckpointRemovedError: its writer removed it while it was read, four times in a row.
+        CheckpointRemovedError: the writer removed the checkpoint during the read, four times in a row.
         CorruptCheckpointError: a file is damaged.
-        FormatVersionError: written by a newer format.
+        FormatVersionError: a newer recckpt wrote the checkpoint.
         FileExistsError: ``out`` exists.
-        OSError: ``out`` cannot be written; as after any error, nothing of it is left.
+        OSError: ``out`` cannot be written. After any error, no part of ``out`` is left.
         ValueError: ``out`` has the name of a file of another kind, such as ``x.safetensors``.
     """
     kind = PurePosixPath(out).suffix
@@ -53,13 +53,13 @@ def consolidate(path: str, out: str) -> Consolidated:
 
 def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
     from recckpt.dense.loader import check_indexed
-    from recckpt.dense.saver import Later, write_state  # torch, which no other command needs
+    from recckpt.dense.saver import Later, write_state  # imports torch, which no other command needs
 
     directory, manifest = checkpoint.directory, checkpoint.manifest
     chain = OpenChain.of(storage, checkpoint)
     chain.files.keep_open(file.name for file in manifest.files if layout.has_tensors(file.name))
     tensors, names, path = chain.tensors, manifest.names.dense, layout.join(directory, layout.MODEL)
-    state: dict[str, Any] = {}  # the values of ``model.pt``, where it holds more than tensors
+    state: dict[str, Any] = {}  # the values of ``model.pt``, if it has values besides tensors
     if tensors.model.keys() != set(names):
         state = chain.state(layout.MODEL)
         check_indexed(state, tensors.model, names, path)

@@ -22,7 +22,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.text import Progress
 
 _THREADS = 8
-_GROUPS = {  # file, or what a file of one rank holds -> group of the values in it
+_GROUPS = {  # file, or kind of object in the file of a rank -> group of its values
     layout.EXTRA: "extra",
     layout.MODEL: "plain value",
     "extra": "extra of ranks",
@@ -32,7 +32,7 @@ _GROUPS = {  # file, or what a file of one rank holds -> group of the values in 
 _GENERATORS = ("torch", "cuda", "numpy", "python")  # part of the format
 
 Advance = Callable[[int], object]
-Groups = Mapping[str, tuple[Collection[str], Mapping[str, FileEntry]]]  # group -> its names, and the files that hold it
+Groups = Mapping[str, tuple[Collection[str], Mapping[str, FileEntry]]]  # group -> its names, and files with them
 
 
 def diff(
@@ -40,23 +40,23 @@ def diff(
 ) -> CheckpointDiff:
     """Compare two checkpoints, and return what differs and by how much.
 
-    Every byte that is compared has been checked. Both are read once, side by side in bucket order, in bounded memory:
-    256 MiB and the largest row of a dense tensor, whatever the tables hold. Two NaN at one place are equal; a NaN
-    against a number is a change, larger than all others. Imports no torch.
+    Every byte that is compared has been checked. Reads both checkpoints once, side by side in bucket order. Memory is
+    bounded by 256 MiB plus the largest row of a dense tensor. Two NaN at the same place are equal; NaN against a number
+    is a change larger than any other. Imports no torch.
 
     Args:
-        before: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
-        after: the same.
+        before: a checkpoint, or an output dir for its newest checkpoint; any fsspec URL.
+        after: the checkpoint to compare with, or its output dir, like ``before``.
         tolerance: values of tables and dense tensors that differ by no more than this count as the same.
-        top: number of rows per table to list, those that moved most.
+        top: number of rows to list per table: those whose embeddings moved most.
 
     Raises:
-        TypeError: a path is not a path.
+        TypeError: ``before`` or ``after`` is not a path.
         ValueError: ``tolerance`` is not a number from 0 on, or ``top`` not an int from 0 on.
         CheckpointNotFoundError: there is no committed checkpoint.
-        CheckpointRemovedError: its writer removed one while it was read, and the storage is not a local file system.
+        CheckpointRemovedError: the writer removed a checkpoint during the read, and storage is not a local file system.
         CorruptCheckpointError: a file is damaged.
-        FormatVersionError: written by a newer format.
+        FormatVersionError: a newer recckpt wrote a checkpoint.
     """
     for path in (before, after):
         if not isinstance(path, str | os.PathLike):
@@ -121,7 +121,7 @@ def side_of(opened: OpenChain) -> Side:
 
 
 def _groups_of(side: OpenChain) -> Groups:
-    """Return the contents of ``.pt`` files; these are compared by checksum, and by key where the checksums differ."""
+    """Return the contents of ``.pt`` files, which are compared by checksum, then by key if the checksums differ."""
     names, files = side.manifest.names, dict[str, dict[str, FileEntry]]()
     for file in side.manifest.files:
         if group := _GROUPS.get(layout.content_of_rank(file.name) or file.name):
@@ -141,8 +141,8 @@ def _compare_values(
 ) -> Iterator[ValueDiff]:
     """Yield the differences of training state and of ``.pt`` files.
 
-    A ``.pt`` file whose checksum differs is compared key by key. If a file with several values is not in the form that
-    recckpt writes, or too large, its single checksum does not tell which values have changed.
+    A ``.pt`` file whose checksum differs is compared key by key. A file with several values has a single checksum; if
+    another program wrote it, or it is too large, which of its values have changed is unknown.
     """
     state, other_state = ({"step": side.manifest.step, **side.manifest.state} for side in (before, after))
     for name in {**state, **other_state}:

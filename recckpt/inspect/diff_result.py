@@ -1,4 +1,4 @@
-"""The differences of two checkpoints: as data, as text, and as a self-contained page."""
+"""The differences of two checkpoints as data, as text, and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recckpt.text import Line, Table, cell, count, escaped, html, one_line, pair
 from recckpt.text.columns import Tone
 
 Status = Literal["same", "changed", "added", "gone", "unclear"]
-_Section = tuple[str, Sequence[str], list[Sequence[str]]]  # title, head, rows
+_Section = tuple[str, Sequence[str], list[Sequence[str]]]  # title, column heads, rows
 
 TABLE_HEAD = ("TABLE", "BEFORE", "AFTER", "ADDED", "GONE", "CHANGED", "SAME")
 SLOT_HEAD = (
@@ -25,10 +25,8 @@ MOVED_HEAD = ("TABLE", "ID", "L2", "COSINE")
 TENSOR_HEAD = ("TENSOR", "STATUS", "RELATIVE", "LARGEST", "AT", "KIND")
 VALUE_HEAD = ("WHAT", "NAME", "STATUS", "BEFORE", "AFTER")
 KEY_HEAD = ("KEY", "STATUS", "LARGEST", "BEFORE", "AFTER")
-_MOST_KEYS = 20  # of one object, that are listed in text
-UNCLEAR = (
-    "unclear: one of these differs; they share a file, too large or not as recckpt writes it, which is compared whole"
-)
+_MOST_KEYS = 20  # most keys of one object to list in the text
+UNCLEAR = "unclear: one of these differs; their file is too large, or not as recckpt writes it, so it is compared whole"
 _TONES: dict[str, Tone] = {"added": "good", "gone": "damaged", "changed": "unsure", "unclear": "unsure"}
 NUMBERS = frozenset({*TABLE_HEAD[1:], *SLOT_HEAD[4:], "CHANGED", "ID", "L2", "COSINE", "RELATIVE", "LARGEST"})
 _SHARES = ("added", "gone", "changed", "same")
@@ -44,13 +42,13 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class Side:
-    path: str  # its own path or URL
+    path: str  # path or URL of the checkpoint
     ckpt_id: str
     kind: str  # ``"full"`` or ``"delta"``
-    step: int | None  # global step; None if the saver counts none
-    rows: int  # of all tables
-    n_links: int  # checkpoints in its chain; 1 for a full one
-    # how ``Choose`` reduced its tables: which rows and slots of the run it lacks
+    step: int | None  # global step; None if the saver does not count steps
+    rows: int  # rows of all tables
+    n_links: int  # checkpoints in the chain; 1 for a full checkpoint
+    # how ``Choose`` reduced the saved tables: which rows and slots it omitted
 
     reduced: tuple[str, ...]
 
@@ -58,8 +56,8 @@ class Side:
 @dataclass(frozen=True)
 class SlotDiff:
     name: str
-    before: str | None  # dtype and shape, such as ``float32[16]``; None if absent
-    after: str | None  # the same on the other side
+    before: str | None  # dtype and shape before, such as ``float32[16]``; None if absent
+    after: str | None  # dtype and shape after; None if absent
     # rows with a value that differs by more than the tolerance; None if shapes differ or one side lacks the slot
     changed: int | None
     l2: Spread | None  # Euclidean distances of changed rows, in the slot's unit; None without changes
@@ -73,74 +71,74 @@ class SlotDiff:
 @dataclass(frozen=True)
 class MovedRow:
     id: int
-    l2: float  # how far its embedding moved; NaN or infinite if a value is
-    cosine: float  # cosine distance; NaN if it has none
+    l2: float  # distance that the embedding moved; NaN or infinite if one of its values is
+    cosine: float  # cosine distance; NaN if undefined
 
 
 @dataclass(frozen=True)
 class TableDiff:
     name: str
-    status: Status  # what became of it
+    status: Status  # whether the table was added, is gone, or has changed
     rows_before: int | None  # None if absent
     rows_after: int | None  # None if absent
-    added: int  # ids that only the later has
-    gone: int  # ids that only the earlier has
+    added: int  # ids only in the later checkpoint
+    gone: int  # ids only in the earlier checkpoint
     changed: int  # ids in both with a value that differs by more than the tolerance, in a comparable slot
     same: int  # other ids in both
-    slots: tuple[SlotDiff, ...]  # those of both sides
-    # rows whose embeddings moved most, farthest first; those that became NaN or infinite come before all others
+    slots: tuple[SlotDiff, ...]  # slots of either side
+    # rows whose embeddings moved most, farthest first; rows that became NaN or infinite come before all others
     moved: tuple[MovedRow, ...]
 
 
 @dataclass(frozen=True)
 class TensorDiff:
     name: str
-    of: str  # ``"model"``, or ``"extra"``: of a registered object, sharded over ranks
-    status: Status  # what became of it
+    of: str  # owner: ``"model"``, or ``"extra"`` for a registered object that is sharded over ranks
+    status: Status  # whether the tensor was added, is gone, or has changed
     before: str | None  # dtype and shape; None if absent
-    after: str | None  # the same on the other side
-    # norm of the change over the norm before, without non-finite values that stayed; infinite if that norm was 0;
-    # None if shapes differ
+    after: str | None  # dtype and shape after; None if absent
+    # norm of the change divided by the norm before; non-finite values that stayed are ignored; infinite if the norm
+    # before was 0; None if the shapes differ
     relative: float | None = None
-    largest: float | None = None  # the largest difference of a single value; NaN where a NaN came or went
-    at: tuple[int, ...] | None = None  # its index
+    largest: float | None = None  # largest difference of a single value; NaN if a NaN appeared or disappeared
+    at: tuple[int, ...] | None = None  # index of the largest difference
 
 
 @dataclass(frozen=True)
 class KeyDiff:
-    """A key that differs in the state of something, such as ``.param_groups[0].lr``; the whole state has the key ""."""
+    """A key that differs in a state, such as ``.param_groups[0].lr``; the key "" means the whole state."""
 
     key: str
     status: Status  # ``"changed"``, ``"added"`` or ``"gone"``
-    before: Any  # a number, the dtype and shape of a tensor, or all else as text, cut short; None if it is not there
-    after: Any  # the same on the other side
-    largest: float | None = None  # of tensors, the largest difference of a single value; NaN where a NaN came or went
+    before: Any  # a number, a tensor's dtype and shape, or other values as shortened text; None if absent
+    after: Any  # the same after the change
+    largest: float | None = None  # for tensors: largest difference of a single value; NaN if a NaN came or went
 
 
 @dataclass(frozen=True)
 class ValueDiff:
-    # ``"training state"``, with values; ``"extra"`` or ``"extra of ranks"``, a registered object; ``"position"``, of a
-    # dataset; ``"plain value"``, of the model; ``"random state"``
+    # ``"training state"``, with values; ``"extra"`` or ``"extra of ranks"``: registered objects; ``"position"`` of a
+    # dataset; ``"plain value"`` of the model; ``"random state"``
     group: str
     name: str
-    # what became of it; ``"unclear"`` where the file that holds it with others differs, and is too large or not of
-    # recckpt's form
+    # what happened to the value; ``"unclear"`` if it shares a file with others, that file differs, and the file is too
+    # large or not as recckpt writes it
     status: Status
-    before: Any = None  # its value before, of training state
-    after: Any = None  # its value after, of training state
-    inside: tuple[KeyDiff, ...] = ()  # what differs in it, of all else but random states
+    before: Any = None  # value of training state before
+    after: Any = None  # value of training state after
+    inside: tuple[KeyDiff, ...] = ()  # keys that differ, except in random states
 
 
 @dataclass(frozen=True, repr=False)
 class CheckpointDiff:
-    """Prints as the text of ``recckpt diff``; a page in notebooks."""
+    """The differences of two checkpoints. Prints as the text of ``recckpt diff``; notebooks show a page."""
 
-    before: Side  # the one side
-    after: Side  # the other
+    before: Side  # the earlier side
+    after: Side  # the later side
     tolerance: float  # smaller differences of single values are ignored
-    tables: tuple[TableDiff, ...]  # all tables of both, by name
-    tensors: tuple[TensorDiff, ...]  # all dense tensors of both
-    values: tuple[ValueDiff, ...]  # training state, and names of all else
+    tables: tuple[TableDiff, ...]  # tables of either side, by name
+    tensors: tuple[TensorDiff, ...]  # dense tensors of either side
+    values: tuple[ValueDiff, ...]  # training state, and the names of all other values
 
     @property
     def is_equal(self) -> bool:

@@ -1,4 +1,4 @@
-"""What lies in ``.pt`` files, such as the state of an optimizer, key by key; no code of a pickle is run (no torch)."""
+"""Compares the contents of ``.pt`` files, such as optimizer states, key by key; runs no code of a pickle (no torch)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from recckpt.format.tensor_index import MAX_DIMS, NUMPY_DTYPES, STORAGES, widene
 from recckpt.inspect.diff_result import KeyDiff
 from recckpt.inspect.diff_tensors import Array, Comparable, compare_tensors
 
-_SHOWN = 200  # characters of a value that is no number
-_MOST_BYTES = 32 << 20  # of a pickle: a file that holds more is not looked into
-_MOST_OPCODES = 2_000_000  # a tensor takes some 35
-_MOST_WORK = 64 << 20  # characters of keys and values, with what each takes beside that:
+_SHOWN = 200  # most characters to show of a value that is not a number
+_MOST_BYTES = 32 << 20  # largest pickle that is parsed; larger files are not looked into
+_MOST_OPCODES = 2_000_000  # a tensor takes about 35
+_MOST_WORK = 64 << 20  # limit on characters of keys and values, plus a fixed cost for each:
 _KEY_COST, _ITEM_COST, _TENSOR_COST = 200, 16, 1000
-_MOST_READINGS = 16  # of the bytes of a file: tensors may share some
+_MOST_READINGS = 16  # how often the bytes of a file may be read, because tensors may share some
 _MOST_DEPTH = 200
-_REORDERED_BYTES = 16 << 20  # a tensor that lies in another order on either side is read whole up to here
+_REORDERED_BYTES = 16 << 20  # largest tensor that is read whole if its two sides have different orders
 
 
 class PickledTensor(NamedTuple):
-    """A tensor whose values fill one block of a file. ``read(begin, end)`` gives values in the order of the block."""
+    """A tensor whose values fill one block of a file. ``read(begin, end)`` returns values in the block's order."""
 
     dtype: str
     shape: tuple[int, ...]
-    order: tuple[int, ...]  # its dimensions of more than one value, the outermost first
+    order: tuple[int, ...]  # dimensions with more than one value, outermost first
     read: Callable[[int, int], Array]
 
     @property
@@ -50,8 +50,8 @@ class PickledTensor(NamedTuple):
 
 
 class State(NamedTuple):
-    leaves: dict[str, Any]  # by place: numbers, texts, bytes, tensors; all else as :class:`_Text`
-    containers: dict[str, str]  # kind of each that has leaves
+    leaves: dict[str, Any]  # path -> number, text, bytes or tensor; anything else as :class:`_Text`
+    containers: dict[str, str]  # path -> kind of each container that has leaves
 
 
 class _Text(str):
@@ -59,19 +59,19 @@ class _Text(str):
 
 
 class _Items(list[tuple[Any, Any]]):
-    """Of a dict: nothing of a file is hashed, since that of nested tuples may be endless."""
+    """Items of a dict, as a list: hashing keys of a file, such as deeply nested tuples, could take forever."""
 
     kind = "dict"
 
 
 class _Members(list[Any]):
-    """Of a set."""
+    """Members of a set."""
 
 
 def states_in(side: OpenChain, files: Iterable[FileEntry]) -> dict[str, State]:
-    """Return what each name in some files holds; {} where a file is of another form than the format's, or too large."""
+    """Return name -> its state in some files; {} if a file is not as recckpt writes it, or is too large."""
     states: dict[str, State] = {}
-    left = _MOST_WORK  # over all ranks
+    left = _MOST_WORK  # for the files of all ranks together
     for file in files:
         path = layout.join(side.directory, file.name)
         rank = file.name.rpartition("_")[2].partition(".")[0] if layout.content_of_rank(file.name) else None
@@ -81,19 +81,19 @@ def states_in(side: OpenChain, files: Iterable[FileEntry]) -> dict[str, State]:
             reader = _StateReader(archive, partial(side.files.read, path), file.n_bytes, left)
             for name, value in reader.load():
                 if type(name) is not str:
-                    raise ValueError("a name that is no text")
+                    raise ValueError("a name that is not text")
                 into = states.setdefault(name, State({}, {}))
                 reader.fill(into, "" if rank is None else f" of rank {rank}: ", value)
             left = reader.left
         except (OSError, CheckpointRemovedError):
             raise
-        except Exception:  # whatever was written there: its bytes are those of its checksum
+        except Exception:  # any content is possible, and its bytes match the checksum
             return {}
     return states
 
 
 def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyDiff]:
-    """Yield the keys that differ; tensors by their values, as those of the model."""
+    """Yield the keys that differ; tensors are compared by their values, like those of the model."""
     for at, kind in before.containers.items():
         if (other_kind := after.containers.get(at, kind)) != kind:
             yield KeyDiff(at, "changed", kind, other_kind)
@@ -106,7 +106,7 @@ def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyD
             if not is_same:
                 yield KeyDiff(key, "changed", _shown(one), _shown(other), largest)
         elif type(one) is not type(other) or (
-            one != other if isinstance(one, str | bytes) else repr(one) != repr(other)  # as texts, two NaN are the same
+            one != other if isinstance(one, str | bytes) else repr(one) != repr(other)  # as text, two NaN are equal
         ):
             yield KeyDiff(key, "changed", _shown(one), _shown(other))
     orders = [[key for key in side.leaves if key in other.leaves] for side, other in ((before, after), (after, before))]
@@ -117,7 +117,7 @@ def compare_keys(before: State, after: State, tolerance: float) -> Iterator[KeyD
 
 
 def _compared(one: PickledTensor, other: PickledTensor, tolerance: float) -> tuple[bool, float | None]:
-    """Say whether two tensors are the same, and by how much they differ; None where this is not told."""
+    """Return whether two tensors are equal, and their largest difference; None if it is not computed."""
     if one.shape != other.shape:
         return False, None
     reads = [one.read, other.read]
@@ -130,7 +130,7 @@ def _compared(one: PickledTensor, other: PickledTensor, tolerance: float) -> tup
         flat = [Comparable("", "", one.dtype, (prod(one.shape),), reads[0])]
         other_flat = [Comparable("", "", other.dtype, (prod(one.shape),), reads[1])]
         [tensor] = compare_tensors(flat, other_flat, tolerance, lambda n_bytes: None)
-    except EOFError:  # a record lies elsewhere than the file says
+    except EOFError:  # a record is not where the file says
         return False, None
     return tensor.status == "same", tensor.largest
 
@@ -142,9 +142,9 @@ def _shown(value: Any) -> Any:
 
 
 class _StateReader:
-    """Runs the few opcodes that :func:`check_loadable` lets pass, in bounded time and memory.
+    """Interprets the few opcodes that :func:`check_loadable` allows, in bounded time and memory.
 
-    ValueError, or another error, for whatever recckpt does not write.
+    Raises ValueError, or another error, for anything that recckpt does not write.
     """
 
     def __init__(self, archive: LoadableArchive, read: Callable[[int, int], bytes], n_bytes: int, left: int) -> None:
@@ -168,7 +168,7 @@ class _StateReader:
 
     def load(self) -> _Items:
         stack: list[Any] = []
-        outer: list[list[Any]] = []  # what lies below each mark
+        outer: list[list[Any]] = []  # stacks below each mark
         memo: dict[int, Any] = {}
         for opcode, arg, _ in islice(pickletools.genops(self._archive.pickle), _MOST_OPCODES):
             name = opcode.name
@@ -208,7 +208,7 @@ class _StateReader:
         return self._archive.entries[f"{self._archive.root}/data/{_of(number, str)}"], _of(dtype, str)
 
     def fill(self, state: State, at: str, value: Any, depth: int = 0) -> None:
-        """Take what a state holds, by key; a list of nothing but plain values is one of these."""
+        """Add the leaves of a value to a state, by path; a list of only plain values is one leaf."""
         self._take(len(at) + _KEY_COST, depth)
         if type(value) in (list, tuple):
             self._take(len(value))
@@ -255,12 +255,12 @@ class _StateReader:
         kind = NUMPY_DTYPES[_of(dtype, str)]
         counts = (offset, *_of(shape, tuple), *_of(strides, tuple))
         if set(map(type, counts)) != {int} or min(counts) < 0 or not len(shape) == len(strides) <= MAX_DIMS:
-            raise ValueError("a tensor of no such shape")
+            raise ValueError("a tensor of an invalid shape")
         n_values = prod(shape)
         dims = [dim for dim, size in enumerate(shape) if size != 1] if n_values else []
         order = tuple(sorted(dims, key=lambda dim: strides[dim], reverse=True))
         if any(strides[dim] != prod(shape[inner] for inner in order[n + 1 :]) for n, dim in enumerate(order)):
-            raise ValueError("a tensor that is no block")
+            raise ValueError("a tensor that is not contiguous")
         is_plain = _of(record, zipfile.ZipInfo).compress_type == zipfile.ZIP_STORED and record.header_offset >= 0
         n_bytes = (offset + n_values) * kind.itemsize
         if not is_plain or not n_bytes <= record.file_size == record.compress_size:
@@ -288,7 +288,7 @@ _NEW: Mapping[str, Callable[[], Any]] = {
     "EMPTY_LIST": list,
     "EMPTY_DICT": _Items,
 }
-_HOLDS = {  # how many values it takes; 0: all to the mark
+_HOLDS = {  # opcode -> number of values it takes; 0: all up to the mark
     **{"TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3},
     **{"APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0},
 }

@@ -21,17 +21,17 @@ from recckpt.sparse.files.pieces import TO_BUCKET, Hashes, Int64s, row_of
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.types import EMBEDDING, SlotSpec
 
-_BUDGET_BYTES = 256 << 20  # for rows, of all threads
-_RANGE_BYTES = 64 << 20  # compared at once of each link, if links are mapped
-_CHUNK_BYTES = 1 << 20  # of a slot, checked and compared at once within the caches of a core
-_LEAST_ROWS = 1 << 10  # mean rows between the ends of batches for chunks to end there
-_FEW = 0.5  # share of changed rows up to which comparing bytes first saves time
-_SLICE_ROWS = 1 << 20  # rows of a table that are worth a thread
-_MAPPED_THREADS = 2  # for mapped files: batches of more threads evict each other from the caches
+_BUDGET_BYTES = 256 << 20  # memory for rows, shared by all threads
+_RANGE_BYTES = 64 << 20  # bytes of each link to compare at once, if links are mapped
+_CHUNK_BYTES = 1 << 20  # bytes of a slot to check and compare at once, within the caches of a core
+_LEAST_ROWS = 1 << 10  # chunks end at batch ends only if these are at least this many rows apart on average
+_FEW = 0.5  # up to this share of changed rows, comparing bytes first saves time
+_SLICE_ROWS = 1 << 20  # least rows of a table for each thread
+_MAPPED_THREADS = 2  # for mapped files: with more threads their batches evict each other from the caches
 
 Advance = Callable[[int], object]
-Pair = tuple[SlotSpec, SlotSpec]  # a slot, before and after
-Pairing = tuple[Int64s, Int64s]  # rows of both sides that have the same ids
+Pair = tuple[SlotSpec, SlotSpec]  # a slot before and after
+Pairing = tuple[Int64s, Int64s]  # row numbers, on each side, of the same ids
 Bytes = npt.NDArray[np.void]
 Column = Callable[[int, Bytes | None], Bytes]  # column number on one side, memory -> its values
 Columns = Callable[[int], tuple[Bytes, Bytes]]  # column number before -> its values on both sides
@@ -40,7 +40,7 @@ Columns = Callable[[int], tuple[Bytes, Bytes]]  # column number before -> its va
 def compare_table(
     before: OpenChain, after: OpenChain, name: str, *, tolerance: float, top: int, threads: int, advance: Advance
 ) -> TableDiff:
-    """Compare a table that both checkpoints have; CorruptCheckpointError if an id is twice in one of them."""
+    """Compare a table that both checkpoints have; CorruptCheckpointError if an id occurs twice in one of them."""
     entries = before.manifest.named_table(name), after.manifest.named_table(name)
     others = {slot.name: slot for slot in entries[1].slots}
     there = [(slot, others[slot.name]) for slot in entries[0].slots if slot.name in others]
@@ -52,7 +52,7 @@ def compare_table(
     n_threads = min(threads, _MAPPED_THREADS) if is_mapped else threads
     n_slices = max(1, min(n_threads, sum(entry.rows for entry in entries) // _SLICE_ROWS))
     budget_bytes = _BUDGET_BYTES * 3 // 4 // n_slices
-    if is_mapped:  # else a batch on both sides of a border would be read again
+    if is_mapped:  # without maps, a batch on both sides of a border would be read twice
         budget_bytes = min(budget_bytes, len(links) * _RANGE_BYTES)
     borders = [N_BUCKETS * n // n_slices for n in range(n_slices + 1)]
 
@@ -81,8 +81,8 @@ class _Room:
     def chunks(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[tuple[slice, Columns]]:
         """Yield a chunk, and a function that maps a column's index (0: ids, then the pairs) to its rows on both sides.
 
-        The rows are valid until the next chunk. Chunks also end at the ends of the files' batches, within which rows
-        are not copied, unless these are so close together that chunks would be small, as in merged chains.
+        The rows are valid until the next chunk. Chunks also end where batches of the files end, because rows within a
+        batch need no copy; except if batches are small, as in merged chains.
         """
         n_rows = len(at[0])
         ends = np.concatenate([side.piece_ends(rows) for side, rows in zip(sides, at, strict=True)])
@@ -131,7 +131,7 @@ class BucketDiff:
                 self.n_rows[number] += len(side.hashes)
                 advance(len(side.hashes) * sum(slot.row_bytes for slot in columns[number]))
             rows = both
-            if has_bytes and few_changed:  # compare only rows in which a byte differs
+            if has_bytes and few_changed:  # compare values only of rows in which a byte differs
                 differs = np.zeros(n_both, np.bool_)
                 for chunk, column in room.chunks(sides, both):
                     for number, comparer in enumerate(self._comparers.values(), start=1):
@@ -211,7 +211,7 @@ def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], diff: Bucket
 
 
 def paired(before: Hashes, after: Hashes) -> tuple[Int64s, Int64s]:
-    """Return the positions, on each side, of the ids that both sides have, in the order of the first.
+    """Return the positions, on each side, of the ids that both sides have, in the order of the first side.
 
     On each side hashes are distinct and ordered by bucket. Within a bucket, rows of one run keep their order while no
     row is deleted, and new rows come after them. So each row is first looked up at its own place in the bucket; only
@@ -219,7 +219,7 @@ def paired(before: Hashes, after: Hashes) -> tuple[Int64s, Int64s]:
     """
     if not len(before) or not len(after):
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    # For each row the row after that is as far behind the first of its bucket, or any other.
+    # For each row: the row after it that has the same offset in its bucket, or any other row.
     buckets = before >> TO_BUCKET
     firsts = np.flatnonzero(np.concatenate([[True], buckets[1:] != buckets[:-1]]))
     shifts = np.searchsorted(after >> TO_BUCKET, buckets[firsts]) - firsts

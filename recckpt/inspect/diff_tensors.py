@@ -1,4 +1,4 @@
-"""Compares dense tensors of two checkpoints, a slab at a time."""
+"""Compares dense tensors of two checkpoints, a slab of rows at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
 from recckpt.format.tensor_index import NUMPY_DTYPES, widened
 from recckpt.inspect.diff_result import Status, TensorDiff
 
-_SLAB_BYTES = 4 << 20  # read at once; more where a single row of a tensor has more
+_SLAB_BYTES = 4 << 20  # bytes to read at once; more if a single row of a tensor is larger
 
 Array = npt.NDArray[Any]
 
@@ -61,9 +61,9 @@ def compare_tensors(
 
 
 def _compared(one: Comparable, other: Comparable, tolerance: float) -> TensorDiff:
-    moved = size = 0.0  # squared
+    moved = size = 0.0  # sums of squares
     largest = 0.0
-    at: tuple[int, ...] | None = None  # of the largest difference
+    at: tuple[int, ...] | None = None  # index of the largest difference
     n_rows = one.shape[0] if one.shape else 1
     step_rows = max(1, _SLAB_BYTES * n_rows // max(1, one.nbytes))
     for begin in range(0, n_rows if math.prod(one.shape) else 0, step_rows):
@@ -71,7 +71,7 @@ def _compared(one: Comparable, other: Comparable, tolerance: float) -> TensorDif
         values, others = one.read(begin, end), other.read(begin, end)
         with np.errstate(all="ignore"):
             same, step = _steps(values, others)
-            stays = same & ~np.isfinite(values)  # such as the -inf of a mask, beside which all else would be nothing
+            stays = same & ~np.isfinite(values)  # such as -inf in a mask, next to which all else would be nothing
             size += float(np.square(np.abs(np.where(stays, 0, _wide(values)))).sum())
             moved += float(np.square(step).sum())
         if same.all():
@@ -93,11 +93,11 @@ def _compared(one: Comparable, other: Comparable, tolerance: float) -> TensorDif
 
 
 def _steps(before: Array, after: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Return a mask of equal values (NaN equals NaN), and the difference of each value."""
+    """Return a mask of equal values (NaN equals NaN), and each value's difference."""
     same = np.asarray(before == after)
     if before.dtype.kind in "fc" and after.dtype.kind in "fc":
         same = same | (np.isnan(before) & np.isnan(after))
-    if before.dtype == after.dtype and before.dtype.kind in "iu":  # int64 may be too close for float64
+    if before.dtype == after.dtype and before.dtype.kind in "iu":  # float64 could not tell close int64 values apart
         unsigned = f"u{before.dtype.itemsize}"
         step = np.maximum(before, after).view(unsigned) - np.minimum(before, after).view(unsigned)
         return same, np.asarray(step, np.float64)
@@ -116,7 +116,7 @@ def _is_number(dtype: str) -> bool:
 def _numbers(dense: DenseTensors, tensor: StoredTensor, begin: int, end: int) -> Array:
     """Read rows of a tensor as numbers; as bits if numpy lacks the dtype, bfloat16 excepted."""
     if not tensor.shape:
-        values = dense.read(tensor)  # a scalar is one row
+        values = dense.read(tensor)  # a scalar counts as one row
     else:
         reads = []
         for number, (_, chunk) in enumerate(tensor.chunks):

@@ -1,4 +1,4 @@
-"""How far rows moved: L2 and cosine distance, in float64 where float32 is not exact enough.
+"""Distances between rows, L2 and cosine, computed in float64 where float32 is not exact enough.
 
 Two NaN at the same place are equal. NaN against a number makes the distance NaN.
 """
@@ -15,19 +15,19 @@ from recckpt.inspect.spread import Floats
 from recckpt.types import SlotSpec
 
 Array = npt.NDArray[Any]
-_SAFE = (1e-30, 1e30)  # squares of float32 within this are as exact as float32 is
-_ACROSS = 1e-2  # least share of a squared step across its row that float32 represents well
+_SAFE = (1e-30, 1e30)  # float32 squares within this range are as exact as float32 is
+_ACROSS = 1e-2  # least component of a squared step across its row that float32 represents well
 _LEAST = 1e-30  # larger sums of squares are as exact as float32 is
-_WITHIN = (1e-240, 1e300)  # replaces sums that float64 cannot hold either
+_WITHIN = (1e-240, 1e300)  # sums that float64 cannot represent are clipped to this range
 
 
 class SlotComparer:
-    """Compares rows of one slot, by their bytes first while few rows change. Not thread-safe."""
+    """Compares rows of one slot, by their bytes first as long as few rows change. Not thread-safe."""
 
     def __init__(self, before: SlotSpec, after: SlotSpec, tolerance: float) -> None:
         self._before, self._after, self._tolerance = before, after, tolerance
         self._most_changed = False
-        # Kept: first touch of fresh memory costs more than what is done in it.
+        # Kept for reuse: the first access to new memory costs more than the work in it.
         self._steps, self._flags = np.empty(0, np.float32), np.empty(0, np.bool_)
 
     def differing(self, before: Array, after: Array) -> npt.NDArray[np.int64]:
@@ -46,8 +46,7 @@ class SlotComparer:
     def moves(self, before: Array, after: Array) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """Return the indices of rows in which any value changed by more than the tolerance, and their distances.
 
-        These are L2 and cosine distances; the cosine distance is NaN if a side is a single value, all zeros, or not
-        finite.
+        Distances are L2 and cosine; the cosine distance is NaN if a side is a single value, all zeros, or not finite.
         """
         n_rows = len(before)
         rows = np.arange(n_rows)
@@ -84,7 +83,7 @@ def numbers(rows: Array, slot: SlotSpec) -> Array:
 
 
 def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> tuple[Floats, Floats, Floats]:
-    """Return L2, cosine distance and largest difference of float32 rows, falling back to :func:`_exact`."""
+    """Return L2, cosine distance and largest difference of float32 rows; uses :func:`_exact` where float32 fails."""
     with np.errstate(all="ignore"):
         np.subtract(after, before, out=step)
         moved, along, size = (
@@ -92,7 +91,7 @@ def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> t
             for one, other in ((step, step), (step, before), (before, before))
         )
         l2 = np.sqrt(moved)
-        # Of lengths a and b: |b - a|^2 and (b - a)a give the cosine also where the step is small.
+        # With a and b as lengths: |b - a|^2 and (b - a)a give the cosine also for small steps.
         grown = 2 * along + moved
         size_after = size + grown
         norm, norm_after = np.sqrt(size), np.sqrt(np.maximum(size_after, 0))
@@ -130,7 +129,7 @@ def _exact(before: Array, after: Array) -> tuple[Floats, Floats, Floats]:
             same |= np.isnan(before) & np.isnan(after)
         one, other = before.astype(np.float64), after.astype(np.float64)
         step = np.where(same, 0.0, other - one)
-        if before.dtype.kind in "iu" and after.dtype.kind in "iu":  # int64 may be too close for float64
+        if before.dtype.kind in "iu" and after.dtype.kind in "iu":  # float64 could not tell close int64 values apart
             low, high = (pick(before, after).astype(np.int64).view(np.uint64) for pick in (np.minimum, np.maximum))
             step = (high - low).astype(np.float64)
         largest = np.abs(step).max(axis=1)
@@ -140,12 +139,12 @@ def _exact(before: Array, after: Array) -> tuple[Floats, Floats, Floats]:
             return l2, np.full(len(l2), np.nan), largest
         one, other = (side / np.abs(side).max(axis=1, keepdims=True) for side in (one, other))
         one, other = (side / np.sqrt(np.square(side).sum(axis=1, keepdims=True)) for side in (one, other))
-        cosine = np.square(other - one).sum(axis=1) / 2  # of vectors of length 1
+        cosine = np.square(other - one).sum(axis=1) / 2  # ``one`` and ``other`` are unit vectors
     return l2, cosine, largest
 
 
 def squares(values: Array) -> Array:
-    """Return the sum of squares of each row: exactly 0 for all zeros, NaN if a value is not finite.
+    """Return the sum of squares of each row: exactly 0 for all zeros, NaN for rows with a non-finite value.
 
     ``values`` has the shape (rows, values) and at least one row.
     """
@@ -157,7 +156,7 @@ def squares(values: Array) -> Array:
         sums: Array = np.einsum("ij,ij->i", values, values)
         if sums.min() > _LEAST and sums.max() < np.inf:
             return sums
-        # Values whose squares over- or underflow are not those that are infinite or zero.
+        # Rows whose squares over- or underflow although their values are finite and not all zero.
         sums = sums.astype(np.float64)
         rest = np.flatnonzero(~((sums > _LEAST) & (sums < np.inf)))
         exact = values[rest].astype(np.float64)

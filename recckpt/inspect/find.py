@@ -1,4 +1,4 @@
-"""Which checkpoints exist, and which are kept because others need them."""
+"""Finds checkpoints of an output dir, and which are kept because others need them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class CheckpointInfo:
     """A committed checkpoint.
 
     Attributes:
-        path: its own path or URL, which readers and loads take.
-        ckpt_id: its id.
+        path: path or URL of the checkpoint; readers and loads take it.
+        ckpt_id: id of the checkpoint.
         step: global step; None if the saver does not count steps.
-        time: when it was committed, in UTC, as ISO 8601.
+        time: time of the commit, in UTC, as ISO 8601.
         kind: ``"full"`` or ``"delta"``.
         ephemeral: whether it is removed once a newer one is committed.
-        n_bytes: size of its own files.
-        state: numbers and strings saved with it, such as metrics.
+        n_bytes: size of the checkpoint's own files.
+        state: numbers and strings saved with the checkpoint, such as metrics.
     """
 
     path: str
@@ -55,9 +55,9 @@ def list_checkpoints(path: Place, state: State | None = None) -> list[Checkpoint
 
     Raises:
         TypeError: ``state`` is not a mapping.
-        CheckpointNotFoundError: the path is a checkpoint itself, or not a directory.
-        FormatVersionError: a newer recckpt wrote one of them.
-        CorruptCheckpointError: all of them are damaged.
+        CheckpointNotFoundError: ``path`` is a checkpoint, or is not a directory.
+        FormatVersionError: a newer recckpt wrote a checkpoint there.
+        CorruptCheckpointError: all checkpoints are damaged.
     """
     storage, present, labelled = _present(path, state)
     if not present and storage.why_empty():
@@ -80,15 +80,15 @@ def find_checkpoint(
     Args:
         path: an output dir; any fsspec URL.
         which: a step, ``"latest"``, ``"best"``, or an id such as ``"ckpt_300"``.
-        metric: for ``"best"``: name of a number saved with the checkpoints, or several with weights, as in
+        metric: for ``"best"``: name of a number saved with the checkpoints, or several names with weights, as in
             :class:`recckpt.policies.keep.Best`.
-        mode: for ``"best"``: whether the greatest or the least value is best; the newest of equal ones.
+        mode: for ``"best"``: whether the greatest or the least value is best; of equal values, the newest checkpoint.
         state: only checkpoints saved with these entries, such as the label ``{"day": "2026-11-22"}``.
 
     Raises:
         TypeError: ``state`` is not a mapping.
         ValueError: ``"best"`` without a metric, or a metric without ``"best"``.
-        CheckpointNotFoundError: there is no such checkpoint; the message lists those that exist.
+        CheckpointNotFoundError: there is no such checkpoint; the message lists the existing ones.
         FormatVersionError, CorruptCheckpointError: as :func:`list_checkpoints`.
     """
     if isinstance(which, bool) or not isinstance(which, int | str) or (which == "best") != (metric is not None):
@@ -98,9 +98,7 @@ def find_checkpoint(
     if state and present and not choice:
         entries = [item for each in present for item in each.manifest.state.items() if item[0] in state]
         there = ", ".join(sorted({f"{name}={value!r}" for name, value in entries})) or "none"
-        problem = (
-            f"found no checkpoint that was saved with {dict(state)}, expected one; of these names there are {there}"
-        )
+        problem = f"found no checkpoint that was saved with {dict(state)}, expected one; there are {there}"
         raise CheckpointNotFoundError(f"{storage.url}: {problem}")
     ckpt_id = _id_of_step(choice, which, storage.url) if isinstance(which, int) else which
     if metric is not None:
@@ -112,7 +110,7 @@ def find_checkpoint(
 
 
 def is_checkpoint(path: Place) -> bool:
-    """Say whether a path or URL is a committed checkpoint itself, with all its files. Needs no torch."""
+    """Return whether a path or URL is itself a committed checkpoint with all its files. Needs no torch."""
     try:
         return read_checkpoint(*open_parent(os.fspath(path))) is not None
     except (CheckpointNotFoundError, CorruptCheckpointError, ValueError):
@@ -120,7 +118,7 @@ def is_checkpoint(path: Place) -> bool:
 
 
 def refuse_checkpoint(path: Place) -> None:
-    """Raise CheckpointNotFoundError if a path that should be an output dir is a checkpoint itself."""
+    """Raise CheckpointNotFoundError if a path, expected to be an output dir, is a checkpoint."""
     if is_checkpoint(path):
         what = "is a checkpoint itself, expected an output dir; name its parent"
         raise CheckpointNotFoundError(f"{os.fspath(path)}: {what}")
@@ -134,7 +132,7 @@ def _id_of_step(checkpoints: Sequence[Checkpoint], step: int, place: str) -> str
         return usual
     if len(named) > 1:
         names = " and ".join(map(repr, sorted(named)))
-        raise CheckpointNotFoundError(f"{place}: step {step} is that of {names}: ask for the one you mean by its id")
+        raise CheckpointNotFoundError(f"{place}: step {step} belongs to {names}: name the one you mean by its id")
     return named[0]
 
 
@@ -168,9 +166,9 @@ def needed_by(listing: Listing) -> dict[str, list[Checkpoint]]:
 
 
 def second_chain(listing: Listing) -> Checkpoint | None:
-    """Return the newest checkpoint whose full checkpoint is not that of the newest; None if the newest is not a delta.
+    """Return the newest checkpoint of the chain before the newest chain; None if the newest checkpoint is full.
 
-    Rotation keeps it, so that one damaged full checkpoint does not make all checkpoints useless.
+    Rotation keeps it, so that damage to one full checkpoint does not make all checkpoints useless.
     """
     regular = [checkpoint for checkpoint in listing.current if not checkpoint.manifest.ephemeral]
     if not regular or not regular[-1].below:

@@ -1,4 +1,4 @@
-"""``recckpt.follow``: the checkpoints of a run as they are committed, for a process beside it."""
+"""``recckpt.follow``: yields the checkpoints of a run as they are committed, for a process beside the trainer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def follow(
 ) -> Iterator[CheckpointReader]:
     """Yield each committed checkpoint of a run once, in order of commit, and wait for more. Needs no torch.
 
-    Existing checkpoints come first. A checkpoint that rotation removes before its turn is left out. A step that is
+    Existing checkpoints come first. A checkpoint that rotation removes before it was yielded is skipped. A step that is
     saved again is yielded again; a step that is compacted is not. After an error of the storage, ``follow`` logs it
     once and retries. Each result is a reader with open files, which on a local file system stay readable after rotation
     removes the checkpoint. Pass the reader in place of a path to :func:`recckpt.load_into`,
@@ -44,14 +44,14 @@ def follow(
     Args:
         run: an output dir, which need not exist yet; any fsspec URL.
         timeout_sec: end when no checkpoint came for this long; 0 ends after the existing checkpoints; None never ends.
-        every_sec: seconds between two looks.
+        every_sec: seconds between two polls.
         after: skip existing checkpoints up to this step, such as the last one evaluated.
-        newest: if several wait, because the caller is slower than the run, skip all but the newest.
+        newest: if several are waiting, because the caller is slower than the run, skip all but the newest.
         ephemeral: whether to yield ephemeral checkpoints too.
 
     Raises:
         TypeError, ValueError: an argument is invalid; raised by the call itself.
-        CheckpointNotFoundError: ``run`` is a checkpoint itself; raised by the call itself.
+        CheckpointNotFoundError: ``run`` is a checkpoint; raised by the call itself.
         FormatVersionError: a newer recckpt writes there.
     """
     if not isinstance(run, str | os.PathLike):
@@ -70,7 +70,7 @@ def follow(
         refuse_checkpoint(run)
     except CheckpointNotFoundError:
         raise
-    except OSError:  # the store does not answer now, but may later
+    except OSError:  # the storage does not answer now, but may later
         pass
     return follower.each(every_sec, math.inf if timeout_sec is None else timeout_sec)
 
@@ -79,8 +79,8 @@ class RunFollower:  # not thread-safe
     def __init__(self, storage: Storage, *, after: int, only_newest: bool, with_ephemeral: bool) -> None:
         self._storage, self._known = storage, ReadOnce()
         self._after, self._only_newest, self._with_ephemeral = after, only_newest, with_ephemeral
-        self._saves, self._places = set[str](), set[tuple[int, int]]()  # of those that were returned or passed over
-        self._damaged = set[str]()  # directories that the log has named
+        self._saves, self._places = set[str](), set[tuple[int, int]]()  # of checkpoints that were returned or skipped
+        self._damaged = set[str]()  # directories already logged as damaged
         self._last: OpenChain | None = None
         self._is_away = False
 
@@ -90,7 +90,7 @@ class RunFollower:  # not thread-safe
             checkpoint = self._look()
             if checkpoint is not None:
                 yield checkpoint
-                begin = monotonic()  # the time of the caller does not count
+                begin = monotonic()  # excludes the time that the caller takes
                 continue
             seconds_left = begin + timeout_sec - monotonic()
             if seconds_left <= 0:
@@ -119,7 +119,7 @@ class RunFollower:  # not thread-safe
                 raise error
             self._log_damage(directory, error)
         current = [each for each in listing.current if self._with_ephemeral or not each.manifest.ephemeral]
-        new = []  # what is neither seen, nor holds anew what is
+        new = []  # unseen checkpoints, except rewritten forms of seen ones
         for each in current:
             record = each.manifest
             is_anew = record.supersedes is not None and record.place in self._places
@@ -138,7 +138,7 @@ class RunFollower:  # not thread-safe
         try:
             chain = OpenChain.open(self._storage, checkpoint, self._last)
         except (CheckpointRemovedError, CheckpointNotFoundError) as error:
-            log.info("%s: %s was removed before its turn: %s", self._storage.url, checkpoint.ckpt_id, error)
+            log.info("%s: %s was removed before it was yielded: %s", self._storage.url, checkpoint.ckpt_id, error)
             return None
         except CorruptCheckpointError as error:
             self._log_damage(checkpoint.directory, error)

@@ -1,4 +1,4 @@
-"""Looking into a checkpoint without the model and without torch."""
+"""Reads a checkpoint without the model and without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from recckpt.inspect.changes import CheckpointChanges
 
-_MOST = 20  # names in a line of what notebooks show
+_MOST = 20  # most names on a line in notebooks
 _STYLE = """
 .recckpt.checkpoint h1 { font-size: 1.1em; } .recckpt.checkpoint .scroll { margin: .5em 0; }
 .recckpt.checkpoint .scroll td:last-child { max-width: 34em; }
@@ -44,10 +44,10 @@ Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 def dataset(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> Dataset:
     """Return the rows of a table as a ``pyarrow.dataset.Dataset``, which pyarrow, polars and duckdb query lazily.
 
-    Its columns are ``table``, ``id`` and the slots; its rows are those of this table only. At first only catalogs and
-    the ends of the files are read. A query reads the columns that it needs and checks every byte of them, once if
-    files are mapped. For damaged bytes it raises CorruptCheckpointError, or an error of the querying library with the
-    same message. Imports no torch.
+    Columns are ``table``, ``id`` and the slots; only rows of this table are included. At first only catalogs and the
+    ends of the files are read. A query reads the columns that it needs and checks each of their bytes, only once if
+    files are mapped. For damaged bytes a query raises CorruptCheckpointError, or an error of the querying library with
+    the same message. Imports no torch.
 
     pyarrow's joins, ``sort_by`` and ``get_fragments`` bypass the checks: they need ``checked=False``, or the rows as a
     table. They do not work for a delta, whose rows are merged for each query.
@@ -56,13 +56,13 @@ def dataset(path: str | os.PathLike[str], table: str, *, checked: bool = True) -
     object stores a query then fails. Several threads may query it.
 
     Args:
-        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        path: a checkpoint, or an output dir for its newest checkpoint; any fsspec URL.
         table: name of the table.
-        checked: False: Arrow uses a full checkpoint's values directly from memory maps, so damage to them is not
-            noticed; ``recckpt verify`` finds it. Without memory maps the files are copied to temporary ones first.
+        checked: False: Arrow uses a full checkpoint's values directly from memory maps, without noticing damage, which
+            ``recckpt verify`` finds. Without memory maps the files are copied to temporary files first.
 
     Raises:
-        KeyError: no such table.
+        KeyError: the checkpoint has no such table.
         TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
             :class:`CheckpointReader`.
     """
@@ -81,14 +81,14 @@ class CheckpointReader:
     stores a read then raises CheckpointRemovedError.
 
     Args:
-        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        path: a checkpoint, or an output dir for its newest checkpoint; any fsspec URL.
 
     Raises:
         TypeError: ``path`` is not a path.
         CheckpointNotFoundError: there is no committed checkpoint.
         CheckpointRemovedError: the writer removed the checkpoint before its files were open, four times in a row.
         CorruptCheckpointError: the manifest is damaged, or a file is missing or of another size.
-        FormatVersionError: written by a newer format.
+        FormatVersionError: a newer recckpt wrote the checkpoint.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -135,24 +135,24 @@ class CheckpointReader:
     def at_this_checkpoint(self) -> CheckpointReader:
         """Return a reader of the same open files that stays at this checkpoint when this one moves on. Thread-safe.
 
-        Use it for an answer that needs several look-ups in the same checkpoint. It costs nothing, and need not be
-        closed.
+        Use the reader for an answer that needs several look-ups in the same checkpoint. It costs nothing, and need not
+        be closed.
         """
         return reader_of(self._now)
 
     @property
     def path(self) -> str:
-        """The checkpoint's own path or URL; the reader goes wherever a path does, such as to :func:`recckpt.diff`."""
+        """The checkpoint's own path or URL. A reader can replace a path, such as in a call of :func:`recckpt.diff`."""
         return self._now.storage.url_of(self._now.checkpoint.directory)
 
     @property
     def chain(self) -> OpenChain:
-        """Internal: the open files. Loading from them still works after the checkpoint has been removed."""
+        """Internal: the open files, which can be loaded even after the checkpoint was removed."""
         return self._now.open_all()
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest: what is known without opening other files."""
+        """The checkpoint's manifest, known without opening other files."""
         return self._now.manifest
 
     def tables(self) -> list[str]:
@@ -164,7 +164,7 @@ class CheckpointReader:
         return self.manifest.named_table(name).slots
 
     def schema(self, name: str, columns: Collection[str] | None = None) -> pa.Schema:
-        """Return the Arrow schema of the batches of a table: ``id`` and one column a slot."""
+        """Return the Arrow schema of the batches of a table: ``id`` and one column per slot."""
         entry = self.manifest.named_table(name)
         return table_schema(slot for slot in entry.slots if columns is None or slot.name in columns)
 
@@ -176,13 +176,13 @@ class CheckpointReader:
         Args:
             name: the table.
             columns: slots to read beside ``id``; None for all.
-            ids: only the rows of these ids; shards and batches that cannot hold them are not read.
+            ids: read only the rows of these ids; shards and batches that cannot contain them are not read.
 
         Raises:
-            KeyError: no such table or slot.
+            KeyError: there is no such table or slot.
             TypeError: ``ids`` are not int64 numbers, or ``columns`` is a single name.
             CorruptCheckpointError: a file is damaged, or an id occurs twice.
-            CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
+            CheckpointRemovedError: the writer removed the checkpoint, on storage that is not a local file system.
         """
         if ids is None:
             return self.chain.table_with(name, columns).all_rows()
@@ -192,23 +192,23 @@ class CheckpointReader:
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
         """Return one row for each of ``ids``, in their order, and a mask of the ids that the table has. Thread-safe.
 
-        All rows are from one checkpoint, even if :meth:`refresh` moves on meanwhile. The first call for a table reads
-        all its ids and keeps them in memory, 16 bytes per row; later calls take milliseconds. Values are checked when
-        first read from a memory map, or at every read without maps. To read a few rows once, :meth:`table` with ``ids``
-        reads less.
+        All rows come from one checkpoint, even if :meth:`refresh` moves on in the meantime. The first call for a table
+        reads all its ids and keeps them in memory, 16 bytes per row; later calls take milliseconds. Values are checked
+        when first read from a memory map, or at every read without maps. To read a few rows once, :meth:`table` with
+        ``ids`` reads less.
 
         Args:
             name: the table.
             ids: int64 numbers, repeats allowed.
-            slot: what to read of each row.
-            default: the value, or a row of them, for ids that the table does not have.
+            slot: the slot to read.
+            default: the value, or a row of values, for ids that the table does not have.
 
         Returns:
-            ``values``, shape (ids, *slot_shape) in the dtype of the slot, bfloat16 as float32; and ``found``, a bool
+            ``values``, shape (ids, *slot_shape) in the slot's dtype, with bfloat16 as float32; and ``found``, a bool
             for each id.
 
         Raises:
-            KeyError: no such table or slot.
+            KeyError: there is no such table or slot.
             TypeError: ``ids`` are not int64 numbers, or ``slot`` is not a name.
             ValueError: ``default`` does not fit the slot.
             CorruptCheckpointError, CheckpointRemovedError: as :meth:`table`.
@@ -224,8 +224,8 @@ class CheckpointReader:
     def changes_since(self, before: CheckpointReader | str | None) -> CheckpointChanges:
         """Return what changed since an older checkpoint of the run, such as the previous one that ``follow`` yielded.
 
-        For servers that update rows by the minute and dense layers by the hour. Reads manifests and indexes of dense
-        tensors; rows only when iterated.
+        For servers that update rows every minute and dense layers every hour. Reads manifests and indexes of dense
+        tensors; reads rows only when you iterate.
 
         Args:
             before: a reader of the older checkpoint, or its ``manifest.name``. With a name, the older dense tensors are
@@ -244,13 +244,13 @@ class CheckpointReader:
         return changes_between(before._now if isinstance(before, CheckpointReader) else before, self.chain)
 
     def dataset(self, name: str, *, checked: bool = True) -> Dataset:
-        """Return the rows of a table for others to query; see :func:`recckpt.inspect.dataset`.
+        """Return the rows of a table for other libraries to query; see :func:`recckpt.inspect.dataset`.
 
         Raises:
-            KeyError: no such table.
-            CorruptCheckpointError: a file is missing, cut or of another schema, or an id is in two shards.
+            KeyError: there is no such table.
+            CorruptCheckpointError: a file is missing, cut short or has another schema, or an id is in two shards.
         """
-        from recckpt.sparse.files.dataset import dataset_of  # the import of Arrow's datasets takes its time
+        from recckpt.sparse.files.dataset import dataset_of  # slow import of Arrow's datasets
 
         return dataset_of(self.chain.table_with(name, None), checked=checked)
 
@@ -259,7 +259,7 @@ class CheckpointReader:
         return list(self.chain.tensors.model)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a dense tensor, or of a slot of all rows of a table, named ``table@slot``."""
+        """Return the shape of a dense tensor; or, for a name ``table@slot``, of that slot for all rows of the table."""
         if (of_table := self._slot(name)) is not None:
             return (of_table[0].rows, *of_table[1].shape)
         return self.chain.tensors.named(name).shape
@@ -273,12 +273,12 @@ class CheckpointReader:
         """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
 
         Args:
-            name: of the tensor; or ``table@slot`` for a slot of all rows of a table, such as ``item@embedding``, and
-                ``table@id`` for their ids. All slots of a table have the same order of rows. The result is completely
-                in memory: read large tables by :meth:`table`.
+            name: name of the tensor; or ``table@slot``, such as ``item@embedding``, for a slot of all rows of a table;
+                or ``table@id`` for the ids. All slots of a table have the same row order. The whole result is in
+                memory: read large tables by :meth:`table`.
 
         Raises:
-            KeyError: no such tensor or slot.
+            KeyError: there is no such tensor or slot.
             CorruptCheckpointError: its bytes differ from the saved bytes.
         """
         if (of_table := self._slot(name)) is None:
@@ -287,11 +287,11 @@ class CheckpointReader:
         entry, slot = of_table
         rows = self.chain.table(entry.name, [] if slot.name == ID else [slot.name])
         own_rows = sum(link.entry.own_rows for link in rows.links)
-        check_count(rows.links[0], min(entry.rows, own_rows))  # before it takes memory
+        check_count(rows.links[0], min(entry.rows, own_rows))  # before memory is allocated
         values, begin = np.empty((entry.rows, *slot.shape), NUMPY_DTYPES[slot.dtype]), 0
         for batch in rows.all_rows():
             end = begin + batch.num_rows
-            if end <= entry.rows:  # or the table says in the end that there are too many
+            if end <= entry.rows:  # a surplus of rows raises an error at the end of ``table``
                 column = np.frombuffer(column_buffer(batch.column(slot.name)), values.dtype)
                 values[begin:end] = column.reshape(-1, *slot.shape)
             begin = end

@@ -19,14 +19,14 @@ from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.storage import Storage, open_storage
 from recckpt.text import Progress, plural
 
-_LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that runs has one for an instant
+_LOOKS_APART = 1.0  # seconds that a temporary file must exist: a running save keeps one only for an instant
 
 
 @dataclass(frozen=True)
 class Leftover:
-    path: str  # of the directory or file, in the output dir
-    what: str  # what it is, and whose
-    is_dead: bool  # whether no process can still be writing it, so that it may go
+    path: str  # path of the directory or file, in the output dir
+    what: str  # what the leftover is, and whose
+    is_dead: bool  # whether no process can still be writing the leftover, so that it may be removed
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Repaired:
     url: str  # the output dir
     checkpoints: tuple[str, ...]  # ids in the new index file, newest last
     index_problem: str  # what was wrong with the old index file; "" if nothing was
-    leftovers: tuple[Leftover, ...]  # what crashes left
-    damaged: dict[str, str]  # directory -> what is wrong, of damaged checkpoints, which are never removed
-    removed: tuple[str, ...]  # paths of the removed leftovers; with dry_run, of those to remove
+    leftovers: tuple[Leftover, ...]  # files and directories that crashes left behind
+    damaged: dict[str, str]  # directory of a damaged checkpoint -> what is wrong; these are never removed
+    removed: tuple[str, ...]  # paths of the removed leftovers; with dry_run, of those that would be removed
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -47,8 +47,8 @@ def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
     """Rewrite the index file of an output dir, and list what crashes left; ``clean`` removes dead leftovers.
 
     Never removes damaged checkpoints, files that recckpt did not make, or files of the last writer, which may be alive.
-    CheckpointNotFoundError if it is not an output dir, FormatVersionError if a newer recckpt wrote there. After an
-    OSError a leftover may be half removed; no reader looks at it.
+    Raises CheckpointNotFoundError for a directory that is not an output dir, FormatVersionError if a newer recckpt
+    wrote there. After an OSError a leftover may be half removed; no reader looks at it.
     """
     storage = open_storage(url)
     listing = list_checkpoints(storage)
@@ -84,7 +84,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
         if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
-            continue  # committed meanwhile, or not ours
+            continue  # committed meanwhile, or not made by recckpt
         what, is_dead = unfinished(storage, directory, last, names)
         removal = partial(rotation.remove_leftover, storage, directory, rotation.THREADS)
         yield Leftover(directory, what, is_dead), removal
@@ -94,7 +94,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         requests, path = [], error.path if isinstance(error, CorruptCheckpointError) else layout.FORGET_DIR
         yield Leftover(path, f"a damaged request to forget ids: {error}", False), lambda: None
     for request in requests:
-        what = f"a request to forget {plural(len(request.ids), 'id')}, not ended: `recckpt forget DIR` goes on"
+        what = f"a request to forget {plural(len(request.ids), 'id')}, unfinished: `recckpt forget DIR` continues it"
         yield Leftover(layout.forget_request(request.request), what, False), lambda: None
     for name in filter(layout.is_temporary, storage.list_files("")):
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)

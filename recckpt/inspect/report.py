@@ -1,4 +1,4 @@
-"""``recckpt.report``: the health of a run from its output dir, its timeline, and the rows of its newest checkpoint."""
+"""``recckpt.report``: the health of a run from its output dir, its timeline, and rows of the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def report(
         deep: False reads only the manifests of checkpoints, no other files.
         threads: number of files to read concurrently; None for 8. Locally at most one per core.
         overdue_sec: the age of the newest checkpoint above which a missing save is a problem. None for 3 times the
-            usual interval; then a missing save is only a warning, because the run may have ended, or a problem without
-            ``deep``.
-        failures_per_day: how often the run fails, for ``advice`` on how often to save; None for none.
-        near: the directory of near saves on this host, as in ``Near``, for ``near_now``; None to report without it.
+            usual interval; a missing save is then a warning, because the run may have ended, or, with ``deep=False``, a
+            problem.
+        failures_per_day: how often the run fails, to compute ``advice`` on how often to save; None for no advice.
+        near: the directory of near saves on this host, as in ``Near``, to fill ``near_now``; None leaves it empty.
 
     Raises:
         TypeError: ``path`` is not a path.
         ValueError: ``threads`` is not an int of at least 1, ``overdue_sec`` or ``failures_per_day`` not a number above
-            0, ``near`` no directory of a host, or no storage takes the path.
-        CheckpointNotFoundError: there is nothing of a run, or the path is that of a checkpoint itself.
-        CheckpointRemovedError: its writer removed the newest while it was read, again and again.
+            0, ``near`` is not a directory on this host, or no storage supports the path.
+        CheckpointNotFoundError: there is nothing of a run, or ``path`` is a checkpoint.
+        CheckpointRemovedError: the writer removed the newest checkpoint during each of several reads.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"expected the path or URL of an output dir, found {path!r}")
@@ -95,7 +95,7 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
     """Return the report without findings; ``threads`` threads read rows.
 
     Raises:
-        CheckpointNotFoundError: there is nothing of a run, not even the leftovers of a dead save.
+        CheckpointNotFoundError: the directory has nothing of a run, not even the leftovers of a dead save.
     """
     lines = timeline_of(storage)
     leftovers, saves = tuple(_leftovers(storage, listing)), tuple(saves_of(lines))
@@ -189,7 +189,7 @@ def _chains(listing: Listing) -> Iterator[ChainCost]:
 
 
 def _read_bytes(checkpoint: Checkpoint) -> int:
-    """Return the number of bytes that a restore reads; of base checkpoints it reads only files with rows."""
+    """Return how many bytes a restore reads: all own files, and the files with rows of base checkpoints."""
     rows_below = [file for link in checkpoint.below for file in link.manifest.files if layout.has_rows(file.name)]
     return checkpoint.manifest.n_bytes + sum(file.n_bytes for file in rows_below)
 

@@ -1,4 +1,4 @@
-"""Judges a run: finds problems, their remedies, and how often to save."""
+"""Judges a run: finds problems, suggests remedies, and advises how often to save."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from recckpt.policies.schedule import best_interval, lost_share
 from recckpt.text import count, duration, escaped, one_line, plural
 
 _LONG_CHAIN = 40  # links: twice what `Deltas` lets a chain grow to by default
-_LARGE_CHAIN = 3.0  # times the bytes of the full checkpoint
-_MANY_DEAD = 0.01  # of the rows
+_LARGE_CHAIN = 3.0  # multiple of the bytes of the full checkpoint
+_MANY_DEAD = 0.01  # share of all rows
 _MANY_UNTRAINED = 0.5
 _UNTRAINED = "look ids up with `admit=False` where nothing is trained, or let ids wait with `admit=MinCount(...)`"
 _UNTRAINED_IN_LIVE = "a table of fewer rows would do, unless their ids are still to come"
-_FEW_SAVES = 5  # needed before one is called slow
-_LAST_SAVES = 10  # in which slow and failed ones are looked for
-_SLOW = 3.0  # times the median
-_SLOW_SEC = 1.0  # longer than the median at least
+_FEW_SAVES = 5  # number of saves needed before one is called slow
+_LAST_SAVES = 10  # number of last saves in which to look for slow and failed ones
+_SLOW = 3.0  # multiple of the median
+_SLOW_SEC = 1.0  # least excess over the median
 _NAMED = 3
 _DAY_SEC = 86400.0
 
-# What a directory is -> how bad that is, what it means, and what to do.
+# State of a directory -> level, meaning and remedy.
 _OF_LEFTOVERS: Mapping[str, tuple[Level, str, str]] = {
     "damaged": (
         "problem",
@@ -65,7 +65,7 @@ _OF_LEFTOVERS: Mapping[str, tuple[Level, str, str]] = {
         "If no save runs now, it died: the log of its job says why, `recckpt repair --dry-run DIR` if it may go.",
     ),
 }
-_SECONDS = (  # attribute of a save, what one did that is slow, and what to do
+_SECONDS = (  # attribute of a save, its problem when it is slow, and what to do
     (
         "blocked_sec",
         "held training up",
@@ -78,7 +78,7 @@ _SECONDS = (  # attribute of a save, what one did that is slow, and what to do
         "network, a slow rank, or a storage that throttles.",
     ),
 )
-_REMEDIES = {  # why near saves were left out -> what to do
+_REMEDIES = {  # why near saves were skipped -> what to do
     "under_way": "They take longer than `Near(interval=...)`: choose a longer interval.",
     "too_much_changed": "Save checkpoints more often, or give `Deltas(max_dirty=...)` a larger share.",
     "stopped": "A rank did not answer within `Near(timeout_sec=...)`: the log says which. They begin again with the "

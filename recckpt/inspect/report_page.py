@@ -1,4 +1,4 @@
-"""A report as a self-contained HTML page without scripts; every name in it is escaped."""
+"""A report as a self-contained HTML page without scripts; all names are escaped."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ _STYLE = """
 .recckpt.report .key span { margin-right: 1em; }
 .recckpt.report .note { opacity: .75; font-size: .92em; }
 """
-_MOST_CHECKPOINTS = 100  # newest ones that are listed
-_MOST_FAILED = 10  # last ones that are listed
-_MOST_PLOTTED = 20  # tables with plots of their own, those with most rows
-_MOST_METRICS = 8  # that are drawn
-_MOST_DRAWN = 1e300  # of a value: axes compute with sums of these
-_MOST_GROWN = 6  # tables whose growth is drawn
+_MOST_CHECKPOINTS = 100  # most checkpoints to list, newest first
+_MOST_FAILED = 10  # most failed saves to list, latest first
+_MOST_PLOTTED = 20  # most tables with their own plots, largest first
+_MOST_METRICS = 8  # most metrics to draw
+_MOST_DRAWN = 1e300  # largest value to draw: axes compute with sums of values
+_MOST_GROWN = 6  # most tables whose growth is drawn
 _LOOKED_AT = {
     True: "Every byte of the newest checkpoint was read and checked; for older checkpoints, only that their files "
     "exist.",
     False: "Only the existence of files was checked, not their contents: `recckpt report` without --quick reads the "
     "newest.",
 }
-_NAME = 60  # characters of a name beside plots
+_NAME = 60  # most characters of a name beside plots
 
 COLOURS = ("#3d7edb", "#e07b39", "#2e9e5b", "#a05bd0", "#d1495b", "#2aa3a3", "#b8902b", "#8a8a8a")  # on light and dark
 
-_INK = "#010203"  # stands for the colour of text, which a page alone knows
+_INK = "#010203"  # placeholder for the page's text colour
 _INCHES = (4.2, 2.3)
 _SETTINGS = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "recckpt",  # the same page of the same data
+    "svg.fonttype": "none",  # keeps text as text
+    "svg.hashsalt": "recckpt",  # same data, same page
     "font.size": 9,
     "font.family": "sans-serif",
     "text.parse_math": False,
 }
-_MARGINS = (0.15, 0.11, 0.97, 0.96)  # left, bottom, right and top: room for the text of axes
+_MARGINS = (0.15, 0.11, 0.97, 0.96)  # left, bottom, right and top, with room for the text of axes
 _TICKS = 4
-_LOWEST = 0.6  # counts: a bar of 1 is seen
+_LOWEST = 0.6  # lower end of a count axis, so that a bar of 1 is visible
 
 Line = Sequence[float | None]
 
 
 class RunReport(RunHealth):
     def to_html(self) -> str:
-        """Return a self-contained page; MissingLibraryError without matplotlib."""
+        """Return a self-contained HTML page. Raises MissingLibraryError without matplotlib."""
         return html.page(f"recckpt: {one_line(self.url)}", _body_of(self))
 
     def _repr_html_(self) -> str | None:
-        """Return the page; None without matplotlib, which makes a notebook show the text."""
+        """Return the page; None without matplotlib, so that a notebook shows the text."""
         try:
             return _body_of(self)
         except MissingLibraryError:
@@ -282,7 +282,7 @@ def lines(
             known = [np.nan if value is None else value for value in values]
             axes.plot(x, known, color=colour, linewidth=1.4, marker=marker, markersize=3)
         if from_zero:
-            axes.set_ylim(0, 1.05 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)  # points at the top are whole
+            axes.set_ylim(0, 1.05 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)  # does not cut points at the top
         axes.margins(x=0.03)
         axes.yaxis.set_major_formatter(unit)
         axes.xaxis.set_major_formatter(short)
@@ -315,7 +315,7 @@ def short(value: float, _: Any = None) -> str:
 
 
 def n_bytes(value: float, _: Any = None) -> str:
-    return size(int(value)).replace(".0 ", " ") if value >= 0 else ""  # what is longer is cut off at the left
+    return size(int(value)).replace(".0 ", " ") if value >= 0 else ""  # longer text is cut off at the left
 
 
 def _drawn(draw: Callable[[Any], None]) -> str:
@@ -336,7 +336,7 @@ def _drawn(draw: Callable[[Any], None]) -> str:
             spine.set_alpha(0.4)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         svg = out.getvalue()
-    # As that of a page, not of a file: no prolog, no names of schemas, as wide as its place.
+    # Adapt it to a page instead of a file: no prolog, no names of schemas, as wide as its container.
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)

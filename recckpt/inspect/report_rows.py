@@ -30,19 +30,19 @@ from recckpt.sparse.files.verifier import PartCheck, VerifyTask, check_part
 from recckpt.storage.base import Files
 from recckpt.types import EMBEDDING, is_optimizer_slot
 
-BUSY_SHARE = 0.8  # of the look-ups
+BUSY_SHARE = 0.8  # share of the look-ups
 
-_CHUNK_BYTES = 1 << 22  # rows that are checked and counted at once, within the caches of a core
-_SLICE_ROWS = 1 << 18  # rows of a chain's table that are worth a thread
-_MERGE_BYTES = 256 << 20  # of all threads
+_CHUNK_BYTES = 1 << 22  # bytes of rows to check and count at once, within the caches of a core
+_SLICE_ROWS = 1 << 18  # least rows of a chain's table for each thread
+_MERGE_BYTES = 256 << 20  # memory of all threads
 _NAMED_ROWS = 5
 _BARS = 40
 _DAY_SEC = 86_400
 
 Array = npt.NDArray[Any]
 Advance = Callable[[int], object]
-Clock = tuple[int | None, float | None]  # step, and seconds since 1970, at which a checkpoint was taken
-Rows = Int64s | slice  # numbers of rows, or slice(None) for all
+Clock = tuple[int | None, float | None]  # step and Unix time of a checkpoint
+Rows = Int64s | slice  # row numbers, or slice(None) for all rows
 
 
 def damage_text(error: Exception) -> str:
@@ -121,9 +121,9 @@ def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) 
 
 
 def _frame_damage(chain: Sequence[TableReader], known: dict[str, tuple[str, ...]]) -> list[str]:
-    """Return the damage between the values of a table's parts; each part is checked once for all its tables.
+    """Return the damage in the bytes between the values, for a table's parts; each part is checked once for all tables.
 
-    Only mapped files are checked: other files would have to be read again, and a restore does not check them either.
+    Only mapped files are checked: unmapped files would have to be read again, and a restore does not check them either.
     """
     found: list[str] = []
     for link in chain:
@@ -157,7 +157,7 @@ def _read_slice(
 class RowCounts:
     """Statistics of some rows of a table. Not thread-safe.
 
-    ``floor``: the largest rows are listed only if their norm is above ``floor``.
+    Only rows with a norm above ``floor`` can be listed as the largest rows.
     """
 
     def __init__(self, entry: TableEntry, clock: Clock, floor: float = -1.0) -> None:
@@ -185,9 +185,9 @@ class RowCounts:
             self.add(piece.ids[first:end], values, slice(None) if len(some) == end - first else some - first)
 
     def add(self, ids: Int64s, columns: Mapping[str, Array], rows: Rows = slice(None)) -> None:
-        """Count rows of columns that have all slots, each of shape (rows, values); ``rows`` leaves out only a few.
+        """Count rows of columns with all slots, each of shape (rows, values). ``rows`` should select almost all rows.
 
-        Sums are taken over all rows and then selected, which is faster than to copy the selected rows.
+        Computes sums over all rows and then selects, which is faster than to copy the selected rows.
         """
         ids = ids[rows]
         if not len(ids):
@@ -204,7 +204,7 @@ class RowCounts:
                 elif slot.name == LAST_TIME and self._time is not None:
                     self._numbers["ages_days"].add(np.maximum(self._time - tracked, 0.0) / _DAY_SEC + 0.0)  # never -0.0
             elif values.dtype.kind != "f":
-                continue  # integers have no norms, such as counts of ids that wait for a row, and are all finite
+                continue  # integers, such as counts of ids that wait for a row, have no norms and are always finite
             elif slot.name == EMBEDDING:
                 sums = squares(values)[rows]
                 self._add_not_finite(EMBEDDING, ids, sums)
@@ -216,7 +216,7 @@ class RowCounts:
                 self._add_not_finite(slot.name, ids, squares(values)[rows])
         if self._optimizer:
             states = [columns[name] for name in self._optimizer]
-            left = np.flatnonzero(states[0][rows, 0] == 0)  # few: the first value tells most rows
+            left = np.flatnonzero(states[0][rows, 0] == 0)  # few rows: the first value already excludes most
             left = left if isinstance(rows, slice) else rows[left]
             for state in states:
                 left = left[(state[left] == 0).all(axis=1)]
@@ -237,7 +237,7 @@ class RowCounts:
 
     def _keep_largest(self, ids: Int64s, norms: Floats) -> None:
         least = self.least_named
-        if norms.max() <= least:  # which NaN is not
+        if norms.max() <= least:  # also False for NaN
             return
         rows = np.flatnonzero(norms > least)
         if len(rows) > _NAMED_ROWS:

@@ -1,4 +1,4 @@
-"""A report as text: table rows and lines, shared by the terminal and the HTML page."""
+"""A report as text: table rows and lines, for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEAR_HEAD = ("SAVE", "PAUSE", "UNTIL IT COUNTS", "SIZE")
 NUMBERS = frozenset(
     {*METRIC_HEAD[1:5], *TABLE_HEAD[1:], *CHAIN_HEAD[2:], *NEAR_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"}
 )
-WHY_SKIPPED = {  # why a near save was left out, as the timeline says it -> as people read it
+WHY_SKIPPED = {  # why a near save was skipped: word in the timeline -> text for people
     "under_way": "one was under way",
     "too_much_changed": "too much had changed",
     "stopped": "there are no more in this process",
@@ -64,7 +64,7 @@ def metric_rows(saves: Iterable[SaveTimes]) -> Iterator[Sequence[str]]:
         *_, before, newest = [None, *(value for value in values if value is not None)]
         finite = [value for value in values if isinstance(value, float)]
         ends = (min(finite), max(finite)) if finite else (None, None)
-        # halves, since a difference of two may be too large
+        # halves, because the difference of two large values may overflow
         heights = sparkline([value / 2 - min(finite) / 2 if isinstance(value, float) else None for value in values])
         yield escaped(name), *map(_number, (newest, before, *ends)), heights
 

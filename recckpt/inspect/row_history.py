@@ -1,4 +1,4 @@
-"""``recckpt.inspect.history``: rows of a table over the checkpoints of a run, read from what changed."""
+"""``recckpt.inspect.history``: follows rows of a table through the checkpoints of a run, by reading only changes."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ StoredRow = Mapping[str, npt.NDArray[Any]]  # slot -> its values, bfloat16 as fl
 @dataclass(frozen=True)
 class RowAt:
     ckpt_id: str  # the checkpoint
-    step: int | None  # its global step; None if the saver counts none
-    time: str  # when it was committed, in UTC, as ISO 8601
+    step: int | None  # global step; None if the saver does not count steps
+    time: str  # time of the commit, in UTC, as ISO 8601
     # the row's change since the previous checkpoint: ``"new"``; ``"changed"``: a value of any slot differs;
     # ``"same"``; ``"gone"``; ``"back"``: present again; ``"absent"``: still not present.
-    # ``"there"`` or ``"absent"`` in the oldest checkpoint; ``"damaged"`` if a file needed to tell is damaged.
+    # ``"there"`` or ``"absent"`` in the oldest checkpoint; ``"damaged"`` if a file needed to compare is damaged.
     change: Change
     # the oldest checkpoint since which the row is unchanged; None if the row is absent
     since: str | None = None
-    since_step: int | None = None  # its step
+    since_step: int | None = None  # step of that checkpoint
     # Euclidean norm of the embedding; NaN if a value is not finite, None if the row is absent
     norm: float | None = None
     moved: float | None = None  # Euclidean distance that a changed embedding moved
@@ -60,9 +60,9 @@ class RowAt:
 
 @dataclass(frozen=True)
 class RowHistory:
-    id: int  # its id
+    id: int  # id of the row
     states: tuple[RowAt, ...]  # the row in each checkpoint, oldest first
-    was_forgotten: bool = False  # whether the audit lists it as requested to be forgotten
+    was_forgotten: bool = False  # whether the audit lists a request to forget the id
 
     @property
     def is_known(self) -> bool:
@@ -76,8 +76,8 @@ class TableHistory:
     Attributes:
         url: the output dir.
         table: name of the table.
-        rows: in the order of the ids that were asked for.
-        damage: directory of a checkpoint -> what is wrong with it or with a link of its chain.
+        rows: one per requested id, in the order of the request.
+        damage: directory of a checkpoint -> what is wrong with the checkpoint or with a link of its chain.
     """
 
     url: str
@@ -106,9 +106,9 @@ def history(
 ) -> TableHistory:
     """Return the history of rows over all kept checkpoints of a run: their norms, changes, counts and moments.
 
-    Reads only the catalogs, and the batches that may contain the ids, of each checkpoint's own files, each once; a
-    delta's own files have only its changes. Every byte read is checked. Damage is reported, and hides only the
-    checkpoints that need the damaged file. Imports no torch. Prints as the text of ``recckpt history``.
+    From each checkpoint's own files, which for a delta have only changes, reads the catalogs and the batches that may
+    contain the ids, each once. Every byte read is checked. Damage is reported, and hides only the checkpoints that need
+    the damaged file. Imports no torch. Prints as the text of ``recckpt history``.
 
     Args:
         path: an output dir; any fsspec URL.
@@ -117,9 +117,9 @@ def history(
 
     Raises:
         TypeError: ``ids`` are not int64 numbers.
-        CheckpointNotFoundError: there is no checkpoint that can be used, or the path is that of a checkpoint itself.
-        KeyError: no checkpoint has such a table.
-        CheckpointRemovedError: its writer removed a checkpoint while it was read, again and again.
+        CheckpointNotFoundError: there is no usable checkpoint, or ``path`` is a checkpoint.
+        KeyError: no checkpoint has this table.
+        CheckpointRemovedError: the writer removed a checkpoint during each of several reads.
     """
     asked, storage = as_ids(ids), open_storage(os.fspath(path))
     return first_whole(lambda: look_around(storage), partial(_history, storage, table, asked))
@@ -128,7 +128,7 @@ def history(
 def _history(storage: Storage, table: str, asked: Int64s, listing: Listing) -> TableHistory:
     checkpoints = listing.current
     for newer in listing.damaged.values():
-        if isinstance(newer, FormatVersionError):  # what it holds is not known here
+        if isinstance(newer, FormatVersionError):  # its contents are unknown here
             raise newer
     if not checkpoints:
         for error in (*listing.damaged.values(), *listing.unreadable.values()):
@@ -154,13 +154,13 @@ def _history(storage: Storage, table: str, asked: Int64s, listing: Listing) -> T
     return TableHistory(storage.url, table, tuple(rows), damage)
 
 
-NamedRows = Mapping[int, StoredRow | None]  # id -> its row, None where it is deleted
+NamedRows = Mapping[int, StoredRow | None]  # id -> row, None if the id is deleted
 
 
 def _named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64s) -> NamedRows | str:
     """Return the rows of sorted, distinct ids in a checkpoint's own files, or the reason why they are unknown.
 
-    Batches that cannot contain them are not read. CheckpointRemovedError if its writer removed it meanwhile.
+    Batches that cannot contain the ids are not read. CheckpointRemovedError if the writer removes the checkpoint.
     """
     entry = checkpoint.manifest.table(table)
     if entry is None:

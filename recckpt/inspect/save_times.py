@@ -1,4 +1,4 @@
-"""The last saves, from ``timeline.jsonl``. People may have edited it: a field of another type counts as missing."""
+"""Reads the last saves from ``timeline.jsonl``. It may be edited by hand: fields of a wrong type count as missing."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from recckpt.format.manifest import NOT_FINITE
 from recckpt.output_dir.index_file import ENDED, read_timeline
 from recckpt.storage import NOT_READABLE, Storage
 
-_LAST = 20  # saves that say how it usually goes
-_OVERDUE = 3  # times the usual, from when on a save is missed
-_LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
-_COUNTS = frozenset({"event_time", "windows", "epochs"})  # of a manager, among the numbers of a checkpoint
-NEAR = "near"  # the kind of a near save that has failed, which fails no checkpoint
+_LAST = 20  # number of last saves that define what is usual
+_OVERDUE = 3  # a save is overdue after this multiple of the usual interval
+_LEAST_OVERDUE_SEC = 60.0  # so that a save in a loop by hand is not overdue at once
+_COUNTS = frozenset({"event_time", "windows", "epochs"})  # counts of a manager, among the numbers of a checkpoint
+NEAR = "near"  # kind of a failed near save, which does not count as a failed checkpoint
 
 
 @dataclass(frozen=True)
 class NearTimes:
-    """The near saves between a checkpoint and the previous checkpoint; None or 0 for fields that the line lacks."""
+    """The near saves between the previous checkpoint and this one; None or 0 for fields that the line lacks."""
 
-    made: int  # those that were acknowledged
-    failed: int  # those that have failed
-    skipped: Mapping[str, int]  # why -> those that were not begun
-    steps: tuple[int, int] | None  # the first and the last step with one due
+    made: int  # number acknowledged
+    failed: int  # number failed
+    skipped: Mapping[str, int]  # reason -> number skipped
+    steps: tuple[int, int] | None  # the first and the last step at which one was due
     gap_steps: int | None  # most steps from one acknowledged near save or checkpoint to the next
-    hosts: int | None  # how many hosts wrote the newest that was made
-    copies: int | None  # how many other hosts have the files of each
-    blocked_sec: float | None  # pause of training for all that were made
-    total_sec: float | None  # from the step of each until it was acknowledged, in all
-    n_bytes: float | None  # of their files, without copies
-    error: str | None = None  # why the newest failed one failed
+    hosts: int | None  # number of hosts that wrote the newest acknowledged near save
+    copies: int | None  # number of other hosts with a copy of each host's files
+    blocked_sec: float | None  # pause of training for all acknowledged near saves
+    total_sec: float | None  # total time from step to acknowledgement
+    n_bytes: float | None  # bytes of their files, without copies
+    error: str | None = None  # error of the newest failed near save
 
     @property
     def n_due(self) -> int:
@@ -46,19 +46,19 @@ class NearTimes:
 class SaveTimes:
     """A save, from its line in ``timeline.jsonl``; None for fields that the line lacks."""
 
-    ckpt_id: str | None  # the checkpoint
+    ckpt_id: str | None  # id of the checkpoint
     step: int | None  # global step
     kind: str | None  # ``"full"`` or ``"delta"``
-    time: str | None  # when it was committed, or failed
+    time: str | None  # time of the commit, or of the failure
     blocked_sec: float | None  # pause of training, on the rank that waited longest
-    write_sec: float | None  # writing all files of the slowest shard
-    commit_sec: float | None  # making it visible and durable
-    total_sec: float | None  # from the call to the end
-    n_bytes: float | None  # of all files
-    n_rows: float | None  # of all tables
-    error: str | None  # why it failed; None if it did not
+    write_sec: float | None  # time of the slowest shard to write all its files
+    commit_sec: float | None  # time to make the save visible and durable
+    total_sec: float | None  # from the call to the end of the save
+    n_bytes: float | None  # bytes of all files
+    n_rows: float | None  # rows of all tables
+    error: str | None  # why the save failed; None if it did not fail
     near: NearTimes | None = None  # the near saves before it; None if there were none
-    # numbers that it was saved with, and learning rates; ``"nan"``, ``"inf"``, ``"-inf"`` for those that are not finite
+    # numbers saved with it, and learning rates; ``"nan"``, ``"inf"``, ``"-inf"`` for non-finite values
     metrics: Mapping[str, float | str] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ def timeline_of(storage: Storage) -> list[dict[str, Any]]:
     """Return the lines of the timeline, oldest first; [] if there is no readable timeline."""
     try:
         return read_timeline(storage)
-    except NOT_READABLE:  # a directory in its place
+    except NOT_READABLE:  # a directory has this name
         return []
 
 
@@ -163,9 +163,9 @@ class Pause:
 
 @dataclass(frozen=True)
 class History:
-    saves: Sequence[SaveTimes]  # those that are committed
-    failed: Sequence[SaveTimes]  # those that failed since the last of them
-    ended: str | None = None  # when training ended well, if no save was begun since
+    saves: Sequence[SaveTimes]  # committed saves
+    failed: Sequence[SaveTimes]  # saves that failed since the last committed save
+    ended: str | None = None  # time when training ended normally, unless a save began later
 
     @classmethod
     def of_committed(cls, saves: Iterable[SaveTimes]) -> History:

@@ -1,4 +1,4 @@
-"""The spread of values in bounded memory: exact ends, quantiles from a histogram."""
+"""The spread of values in bounded memory: exact least and largest value, and quantiles from a histogram."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-_SHIFT = 45  # leaves sign, exponent and 7 bits of a float64: bins are 1/128 of their value wide
-_MOST_WAITING = 1 << 13  # values that are counted at once, within the caches of a core
+_SHIFT = 45  # keeps sign, exponent and 7 bits of a float64: the width of a bin is 1/128 of its value
+_MOST_WAITING = 1 << 13  # values to count at once, within the caches of a core
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Ends and quantiles of non-negative values; non-finite values are counted separately."""
+    """Least, largest and quantiles of non-negative values; non-finite values are counted separately."""
 
-    n: int  # how many there are
-    least: float  # the smallest one
-    most: float  # the largest one
-    quantiles: Mapping[float, float]  # share -> quantile, within 0.4 %
-    not_finite: int = 0  # values beside them that are NaN or infinite
+    n: int  # number of finite values
+    least: float  # smallest value
+    most: float  # largest value
+    quantiles: Mapping[float, float]  # share -> quantile, with an error of up to 0.4 %
+    not_finite: int = 0  # number of NaN and infinite values
 
 
 @dataclass(frozen=True)
 class Bars:
-    zeros: int  # how many values are 0, which a logarithmic scale cannot show
+    zeros: int  # number of values that are 0, which a logarithmic scale cannot show
     edges: tuple[float, ...]  # ascending edges, one more than bars; () if all values are 0
-    counts: tuple[int, ...]  # how many values each has
+    counts: tuple[int, ...]  # values in each bar
 
 
 class Histogram:
@@ -41,7 +41,7 @@ class Histogram:
     """
 
     def __init__(self) -> None:
-        self._counts, self._first = np.zeros(0, np.int64), 0  # of positive values; the number of the first bin
+        self._counts, self._first = np.zeros(0, np.int64), 0  # counts of positive values; number of the first bin
         self._zeros = 0
         self._least, self._most, self._not_finite = np.inf, 0.0, 0
         self._waiting: list[Floats] = []
@@ -56,7 +56,7 @@ class Histogram:
     def _count(self) -> None:
         values = self._waiting[0] if len(self._waiting) == 1 else np.concatenate([np.empty(0), *self._waiting])
         self._waiting, self._n_waiting = [], 0
-        if len(values) and not np.isfinite(values.max()):  # which NaN is not either
+        if len(values) and not np.isfinite(values.max()):  # also True for NaN
             finite = values[np.isfinite(values)]
             self._not_finite += len(values) - len(finite)
             values = finite
@@ -107,7 +107,7 @@ class Histogram:
         return Spread(n, self._least, self._most, quantiles, self._not_finite)
 
     def n_above(self, value: float) -> int:
-        """Return about how many values are larger than ``value``; those of its own bin do not count."""
+        """Return about how many values are larger than ``value``, not counting those in its own bin."""
         self._count()
         at = int(np.float64(value).view(np.int64) >> _SHIFT) + 1 - self._first
         return int(self._counts[max(0, at) :].sum())

@@ -1,4 +1,4 @@
-"""Tables of a checkpoint for duckdb and polars, which read only what a query needs (no torch here)."""
+"""Opens tables of a checkpoint in duckdb and polars, which read only what a query needs (no torch here)."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.Duc
     stay open as long as the connection. Imports no torch.
 
     Args:
-        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
-        checked: False: do not check the values of a full checkpoint on a local file system.
+        path: a checkpoint, or an output dir for its newest checkpoint; any fsspec URL.
+        checked: False does not check the values of a full checkpoint on a local file system.
 
     Raises:
         MissingLibraryError: duckdb is not installed.
@@ -99,14 +99,14 @@ def open_views(path: str | os.PathLike[str], *, checked: bool) -> tuple[duckdb.D
 def create_views(
     connection: duckdb.DuckDBPyConnection, tables: Mapping[str, Dataset], url: str, taken: Collection[str] = ()
 ) -> None:
-    """Make a view of each table; if its name is ``taken``, under another one, with a warning."""
+    """Make a view for each table; if its name is ``taken``, the view gets another name, with a warning."""
     library, views = needed("duckdb", "sql"), _free_names(tables, taken)
     for table, dataset in tables.items():
         view = views[table]
         if view != table:
             log.warning("%s: table %r is the view %r: its name is taken", url, table, view)
         rows = connection.from_arrow(dataset)
-        renamed = zip(rows.columns, dataset.schema.names, strict=True)  # duckdb has given those that it mistakes others
+        renamed = zip(rows.columns, dataset.schema.names, strict=True)  # duckdb renames columns that it mistakes
         columns = {column: name for column, name in renamed if name != TABLE}
         shown = _free_names(columns.values())
         for name, free in shown.items():
@@ -123,13 +123,13 @@ def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> p
     :func:`connect`.
 
     Args:
-        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        path: a checkpoint, or an output dir for its newest checkpoint; any fsspec URL.
         table: name of the table.
         checked: as in :func:`connect`; a query that finds damage raises CorruptCheckpointError.
 
     Raises:
         MissingLibraryError: polars is not installed.
-        KeyError: no such table.
+        KeyError: the checkpoint has no such table.
         TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
             :class:`CheckpointReader`.
     """
@@ -146,17 +146,17 @@ def _opened(path: str | os.PathLike[str]) -> OpenChain:
 
 
 def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
-    from recckpt.sparse.files.dataset import checked_dataset, dataset_of, has_halves  # which takes its time
+    from recckpt.sparse.files.dataset import checked_dataset, dataset_of, has_halves  # slow import
 
     slots = opened.manifest.named_table(name).slots
     table = opened.table(name, [slot.name for slot in slots])
     if has_halves(slots):
         return checked_dataset(table, as_numbers=True)
-    return dataset_of(table, checked=checked or not table.links[0].is_mapped)  # or whole files would be copied
+    return dataset_of(table, checked=checked or not table.links[0].is_mapped)  # else whole files would be copied
 
 
 def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
-    """Return names that differ even without regard to case: each name unchanged, or with a number if it is taken."""
+    """Return name -> unique name, also when case is ignored: unchanged if possible, else with a number."""
     names_in_sql, others = dict[str, str](), {name.casefold() for name in taken}
     for name in names:
         number, free = 1, name
@@ -195,7 +195,7 @@ def _checkpoints(storage: Storage) -> pa.Table:
 
 
 def _numbers(values: list[Any]) -> list[Any]:
-    """Return the values, with texts such as "NaN" converted to numbers, unless there is other text among them."""
+    """Return the values, with texts such as "NaN" as numbers, unless any value is other text."""
     texts = {value for value in values if isinstance(value, str)}
     if not texts or not texts.issubset(NOT_FINITE):
         return values
@@ -210,11 +210,11 @@ def _timeline(storage: Storage) -> pa.Table:
 
 
 def _column(values: list[Any], kind: pa.DataType | None = None) -> pa.Array:
-    """Return a column of JSON values: of one type if they all fit it, else as text."""
+    """Return a column of JSON values: of one type if all values fit it, else as text."""
     try:
         column = pa.array(values, kind)
-        is_known = "struct<>" not in str(column.type)  # as {} alone would be, which duckdb before 2 refuses
-    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # of a line written by hand
+        is_known = "struct<>" not in str(column.type)  # as for a lone {}, which duckdb before 2 refuses
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # a line written by hand
         is_known = False
     if not is_known:
         return pa.array([None if value is None else json.dumps(value) for value in values])

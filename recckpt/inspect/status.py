@@ -1,4 +1,4 @@
-"""The status of a run at one moment, and the training that its near saves would recover; pure functions."""
+"""The status of a run at one time, and the training that its near saves would recover; pure functions."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LastSave:
     step: int | None
     kind: str
     time: str
-    age_sec: float | None  # None where its time cannot be read
+    age_sec: float | None  # None if its time cannot be read
     rows: int
     n_bytes: int
-    n_links: int  # of the chain that a restore reads
+    n_links: int  # links of the chain that a restore reads
     total_sec: float | None  # how long the save took
-    near: NearTimes | None = None  # what became of the near saves before it
+    near: NearTimes | None = None  # results of the near saves before this save
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class NewestNear:
     name: str
     step: int | None
     time: str
-    age_sec: float | None  # None where its time cannot be read
-    rows: int  # that it holds
+    age_sec: float | None  # None if its time cannot be read
+    rows: int  # rows in the near save
     n_bytes: int
     base: str | None  # the checkpoint that it is based on
     shards: int
@@ -64,32 +64,32 @@ class Loss:
 
 @dataclass(frozen=True)
 class NearNow:
-    newest: NewestNear | None  # the newest that counts
-    n_saves: int  # how many count
+    newest: NewestNear | None  # the newest valid near save
+    n_saves: int  # number of valid near saves
     with_processes: Loss  # what is lost if the run's processes die now
-    with_host: Loss  # what is lost if the host dies, with near saves that no other host has
+    with_host: Loss  # what is lost if the host dies, which leaves only the copies on other hosts
     is_overdue: bool  # whether the next checkpoint is overdue: the run may have ended, and then loses nothing
 
 
 @dataclass(frozen=True)
 class Status:
     url: str  # the output dir
-    time: datetime  # of the look
+    time: datetime  # time of the poll
     why_empty: str  # why there is no checkpoint; "" if there is one
     last: LastSave | None  # the newest checkpoint
     pause: Pause | None  # how long training stood still for saves
     pauses: Sequence[float | None]  # for each of the last saves, oldest first; None if unknown
-    sizes: Sequence[float | None]  # the bytes of each of them
+    sizes: Sequence[float | None]  # bytes of each of the last saves
     every_sec: float | None  # the usual seconds from one save to the next
     overdue_sec: float | None  # age of the newest checkpoint at which the next save counts as missed
-    failed: Sequence[Failure]  # saves that failed since the last that did not
-    attempts: Sequence[Intent]  # uncommitted saves of the owner: under way, or their writer died
-    writer: Claim | None  # who saves here
+    failed: Sequence[Failure]  # saves that failed since the last successful save
+    attempts: Sequence[Intent]  # uncommitted saves of the current writer: still running, or their writer died
+    writer: Claim | None  # the process that may save here
     n_checkpoints: int
-    n_bytes: int  # of all of them
-    problems: Sequence[str]  # what is wrong with others, a line each
-    near: NearNow | None = None  # what near saves of this host would restore; None if they are not looked at
-    ended: str | None = None  # when training ended well; None if it did not, or a save was begun since
+    n_bytes: int  # bytes of all checkpoints
+    problems: Sequence[str]  # what is wrong with other directories, one line each
+    near: NearNow | None = None  # what near saves of this host would restore; None if near saves are ignored
+    ended: str | None = None  # time when training ended normally; None if it did not, or if a save began later
 
     @property
     def saves_per_hour(self) -> float | None:
@@ -102,7 +102,7 @@ class Status:
 
     @property
     def key(self) -> object:
-        """A key of the printed facts; a status with the same key as the previous one is not printed again."""
+        """A key of the printed facts. A status with the key of the previous status is not printed again."""
         return (
             self.why_empty,
             self.last and (self.last.ckpt_id, self.last.time, self.last.n_links),
@@ -155,7 +155,7 @@ def status_of(
     overdue_sec: float | None = None,
     near_saves: Sequence[NearHere] | None = None,
 ) -> Status:
-    """Return the status of a run from the files read in one look at its output dir.
+    """Return the status of a run, from the files that one poll of its output dir has read.
 
     ``overdue_sec`` is the age of the newest checkpoint at which the next save counts as missed, None for the usual.
     ``near_saves`` are the valid near saves of this host, newest first; None if near saves are ignored.
@@ -208,10 +208,10 @@ def _last(checkpoint: Checkpoint, history: History, now: datetime) -> LastSave:
 def _attempts(
     intents: Iterable[Intent], writer: Claim | None, last: LastSave | None, failed: Iterable[Failure]
 ) -> list[Intent]:
-    """Return the owner's saves that may be running: not failed, and not older than the newest checkpoint."""
+    """Return the current writer's saves that may be running: not failed, and not older than the newest checkpoint."""
     ended = set[str]()
     for each in failed:
-        with suppress(ValueError):  # a name that no checkpoint has
+        with suppress(ValueError):  # not the name of a checkpoint
             ended.add(layout.encode_id(each.ckpt_id or ""))
     since = None if last is None else last.step
     return [
@@ -223,7 +223,7 @@ def _attempts(
 
 
 def _age(time: str | None, now: datetime) -> float | None:
-    """Return the seconds since a time by another machine's clock, which may be ahead."""
+    """Return the seconds since a time from another machine's clock, which may be ahead."""
     moment = time_of(time)
     return None if moment is None else max(0.0, (now - moment).total_seconds())
 

@@ -1,4 +1,4 @@
-"""Checks whether checkpoints and their chains are whole, and reports all damage."""
+"""Checks checkpoints and their chains completely, and reports all damage."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _COUNT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    directory: str  # of the checkpoint, in its output dir
-    file: str  # the file, as named under the output dir
-    where: str  # the place in it, or ""
+    directory: str  # directory of the checkpoint, in its output dir
+    file: str  # path of the file in the output dir
+    where: str  # place in the file, or ""
     found: str  # what is there
     expected: str  # what should be there
 
@@ -48,10 +48,10 @@ class Problem:
 class Report:
     """Problems of one checkpoint, of the ownership files of the output dir, or of a dead save's leftovers."""
 
-    directory: str  # in the output dir
-    manifest: Manifest | None  # None where it cannot be read
-    problems: tuple[Problem, ...]  # all that is wrong, in the order of the files
-    absent_deletes: int = 0  # ids that a delta deletes though its base lacks them: allowed; counted by deep checks
+    directory: str  # directory in the output dir
+    manifest: Manifest | None  # None if it cannot be read
+    problems: tuple[Problem, ...]  # all problems, in the order of the files
+    absent_deletes: int = 0  # ids that a delta deletes but its base lacks: allowed; counted by deep checks
     is_checkpoint: bool = True  # False for files that belong to no checkpoint
 
 
@@ -61,15 +61,15 @@ def verify(
     """Look for damage in a checkpoint and its chain, or in all checkpoints of an output dir.
 
     A deep check reads every byte: the checksums of all files, columns and Arrow frames, and ``INTENT`` against the
-    manifest. For each table it checks that the ids are where the catalogs say, that no id occurs twice, and that the
-    number of rows matches the manifest, for a delta over its chain. Each link is read once, however many checkpoints
-    need it. Files that the manifest does not list are not read.
+    manifest. For each table it checks that the catalogs describe where the ids are, that no id occurs twice, and that
+    the number of rows, for a delta over its chain, is that of the manifest. Each link is read once, however many
+    checkpoints need it. Files that the manifest does not list are not read.
 
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
         deep: False checks only the manifests and the sizes of the files.
         threads: number of files to read concurrently; None for 8. Locally at most one per core.
-        executor: checks the parts, which hold the rows, one part per task. Its processes, here or in a cluster, must
+        executor: checks the parts, which contain the rows, one part per task. Its processes, here or in a cluster, must
             reach ``path`` by the same name. All other files are read in this process.
 
     Returns:
@@ -86,10 +86,10 @@ def verify(
 @dataclass(frozen=True)
 class CheckpointsToVerify:
     storage: Storage  # the output dir
-    directories: Sequence[str]  # those with a manifest
-    is_output_dir: bool = False  # whether it was the output dir that was asked for, and not one checkpoint
-    chains: Mapping[str, Sequence[str]] = field(default_factory=dict)  # directory -> those of its links, itself first
-    broken: Mapping[str, CorruptCheckpointError] = field(default_factory=dict)  # directory -> why it has no chain
+    directories: Sequence[str]  # directories with a manifest
+    is_output_dir: bool = False  # whether the path is the output dir, not one checkpoint
+    chains: Mapping[str, Sequence[str]] = field(default_factory=dict)  # directory -> its links, itself first
+    broken: Mapping[str, CorruptCheckpointError] = field(default_factory=dict)  # directory -> why it has no valid chain
 
 
 def find_checkpoints(path: str) -> CheckpointsToVerify:
@@ -107,17 +107,17 @@ def find_checkpoints(path: str) -> CheckpointsToVerify:
                 for name, error in errors.items()
             }
             return CheckpointsToVerify(inside, directories, is_output_dir=True, chains=chains, broken=broken)
-        storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
+        storage, checkpoint = locate_path(path)  # an id whose checkpoint is in the directory of a later attempt
         directory = checkpoint.directory
     try:
         record = read_manifest(storage, directory)
         found = read_checkpoint(storage, directory) if record is not None and record.parent is not None else None
-    except CheckpointNotFoundError:  # a late commit: no run reads it, but it may be looked at
+    except CheckpointNotFoundError:  # a late commit: no run reads it, but it can be checked
         found = None
     except (CorruptCheckpointError, FormatVersionError, OSError) as error:
         broken = {directory: as_damage(error, layout.join(directory, layout.MANIFEST), "a manifest")}
         return CheckpointsToVerify(storage, [directory], broken=broken)
-    if found is None or found.directory != directory:  # readers take another of its name
+    if found is None or found.directory != directory:  # readers of this name get another directory
         return CheckpointsToVerify(storage, [directory])
     links = [link.directory for link in found.links]
     return CheckpointsToVerify(storage, links, chains={directory: links})
@@ -128,8 +128,8 @@ def verify_found(
 ) -> list[Report]:
     """Look for damage; arguments as in :func:`verify`.
 
-    A checkpoint that is removed meanwhile has no report; CheckpointNotFoundError if none is left. The last reports of
-    an output dir are about damaged ownership files, and about attempts with an unreadable ``INTENT``.
+    A checkpoint that is removed during the check has no report; CheckpointNotFoundError if none is left. The last
+    reports of an output dir are about damaged ownership files, and attempts with an unreadable ``INTENT``.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
@@ -182,7 +182,7 @@ def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executo
 
 
 def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]], threads: int) -> Counter[str]:
-    """Check the number of rows after each link of the undamaged chains; reads the ids once for all chains.
+    """Check the number of rows after each link of the undamaged chains; reads ids once for all chains.
 
     Returns, for each directory, the number of its deletes whose id no older link has.
     """
@@ -212,10 +212,10 @@ def _links_of(
     for links in chains:
         for link, after in zip(links, [*links[1:], None], strict=True):
             entry = whole[link].record.table(name)
-            if entry is None:  # only older links have it
+            if entry is None:  # only older links have the table
                 break
             below[link] = None if entry.is_whole else after
-            if entry.is_whole:  # nothing older counts
+            if entry.is_whole:  # older links do not matter
                 break
     looks = sorted((whole[link] for link in below), key=lambda look: look.record.place)
     numbers: dict[str | None, int] = {look.directory: number for number, look in enumerate(looks)}
@@ -223,7 +223,7 @@ def _links_of(
 
 
 def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> None:
-    """Report each checkpoint whose chain has a damaged link; call this when all other errors are known.
+    """Report each checkpoint whose chain has a damaged link; call this after all other checks.
 
     A link counts as damaged only if its rows are damaged or one of its files is missing.
     """
@@ -249,7 +249,7 @@ def _other_reports(storage: Storage) -> Iterator[Report]:
     epochs = claimed_epochs(storage)
     checks: list[Callable[[], object]] = [partial(pending, storage), partial(audit, storage)]
     checks += [partial(read, storage, epoch) for epoch in epochs for read in (read_claim, read_takeover)]
-    errors = [_error_of(check, layout.OWNER_DIR, "a file of one that writes here") for check in checks]
+    errors = [_error_of(check, layout.OWNER_DIR, "a file of a writer of this output dir") for check in checks]
     if owner := tuple(_problem(layout.OWNER_DIR, error) for error in errors if error is not None):
         yield Report(layout.OWNER_DIR, None, owner, is_checkpoint=False)
     expected = "the attempt that was never finished; `recckpt repair --clean` removes it once its writer is dead"

@@ -1,4 +1,4 @@
-"""Checks one checkpoint, in steps of jobs that may run in parallel."""
+"""Checks one checkpoint in steps; the jobs of a step may run in parallel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from recckpt.storage.retry import check_twice
 
 log = logging.getLogger("recckpt")
 
-_FIRST_BYTES = 1 << 16  # more than the first file has
+_FIRST_BYTES = 1 << 16  # more than the first file can have
 _UNLISTED = {layout.MANIFEST, layout.INTENT, layout.OFFER_JSON}
 
 Errors = Iterator[CorruptCheckpointError]
@@ -51,11 +51,11 @@ class Checkup:
         self.errors: list[CorruptCheckpointError] = []
         self._shards: dict[int, Catalog] = {}
         self._indexes: dict[int, TensorIndex] = {}
-        self._indexed: dict[int, list[str]] = {}  # shard with dense tensors -> its index, and files with these
+        self._indexed: dict[int, list[str]] = {}  # shard -> its index, and its files with dense tensors
         path = self._path(layout.MANIFEST)
         try:
             self.manifest = read_manifest(storage, directory)
-        except (CorruptCheckpointError, FormatVersionError, OSError) as error:  # the others are looked at all the same
+        except (CorruptCheckpointError, FormatVersionError, OSError) as error:  # other checkpoints are still checked
             self.errors.append(as_damage(error, path, "a manifest"))
         if self.manifest:
             self.errors += self._check_first_file()
@@ -72,7 +72,7 @@ class Checkup:
 
     @property
     def record(self) -> Manifest:
-        """The manifest, which is known in all steps."""
+        """The manifest, known in all steps."""
         assert self.manifest is not None
         return self.manifest
 
@@ -81,7 +81,7 @@ class Checkup:
         return [self._shards[number] for number in sorted(self._shards)]
 
     def check_files(self, advance: Advance) -> Iterator[Job]:
-        """Check whole files: all but the parts."""
+        """Check all files except the parts, each as a whole."""
         if log.isEnabledFor(logging.DEBUG):
             for name in self._storage.list_files(self.directory):
                 if name not in _UNLISTED and self.record.file(name) is None:
@@ -115,7 +115,7 @@ class Checkup:
                 yield VerifyTask(self._storage.url, self.directory, tables, part)
 
     def take_parts(self, checks: Iterable[PartCheck]) -> None:
-        """Add the results of the tasks; check that each table continues across parts as the parts declare."""
+        """Add the results of the tasks; check that each table continues across parts as they declare."""
         parts = {check.path: check for check in checks}
         for check in parts.values():
             self.errors += check.errors
@@ -124,7 +124,7 @@ class Checkup:
             self.errors += between_parts(parts[path] for path in paths if path in parts)
 
     def check_ids(self, _: Advance) -> Iterator[Job]:
-        """Check across files that no id and no tensor chunk occurs twice."""
+        """Check across files that no id and no chunk of a tensor occurs twice."""
         if len(self._indexes) == len(self._indexed):
             yield partial(_read, self._path(layout.DENSE_DIR), self._check_tensors)
         for table in self.record.tables:
@@ -142,7 +142,7 @@ class Checkup:
         path, expected = self._path(layout.INTENT), f"that of save {self.record.save_id}, as in {layout.MANIFEST}"
         try:
             data = self._storage.read(path, _FIRST_BYTES)
-        except ABSENT:  # a copy of the listed files is a checkpoint, too
+        except ABSENT:  # a copy without it is still a checkpoint
             return
         except NotPlainError as error:
             yield missing(path, error, expected)
@@ -156,7 +156,7 @@ class Checkup:
                 yield CorruptCheckpointError(path, "", found=found, expected=expected)
 
     def _check_file(self, file: FileEntry, advance: Advance, index: TensorIndex | None = None) -> Errors:
-        counted: list[int] = []  # progress counts only the first reading of a file that is read twice
+        counted: list[int] = []  # so that a file read twice advances the progress only once
 
         def count(n_bytes: int) -> None:
             if sum(counted) < file.n_bytes:
@@ -177,7 +177,7 @@ class Checkup:
         yield from check_twice(self._storage, path, check, list)
 
     def _check_indexed(self, number: int, advance: Advance) -> Errors:
-        """Check an index and the tensors it lists; if the index is damaged, check only the checksums of whole files."""
+        """Check an index and the tensors it lists; for a damaged index, check only the checksums of whole files."""
         index = None
         try:
             index = read_index(self._storage, self.directory, self.record, number)
@@ -193,7 +193,7 @@ class Checkup:
     def _read_catalog(self, number: int, advance: Advance) -> Errors:
         shard = self.record.shards[number]
         path, entry = self._path(shard.catalog), self.record.file(shard.catalog)
-        assert entry is not None  # the manifest was checked for that
+        assert entry is not None  # the check of the manifest guarantees this
         data = read_checked(self._storage, self.directory, entry, catalogs.MAX_BYTES)
         advance(len(data))
         try:
@@ -208,7 +208,7 @@ class Checkup:
         yield from ()
 
     def _check_table(self, table: TableEntry) -> Errors:
-        with suppress(CorruptCheckpointError, OSError):  # what cannot be read has been reported already
+        with suppress(CorruptCheckpointError, OSError):  # unreadable files have been reported already
             yield from TableReader(self._storage, self.directory, self.catalogs, table, ()).repeats()
 
 
@@ -221,7 +221,7 @@ def run_step(
 
 
 def _read(path: str, check: Job) -> Errors:
-    """Run a check; report a file that cannot be read as damage."""
+    """Run a check; a file that cannot be read is reported as damage."""
     try:
         yield from check()
     except CorruptCheckpointError as error:

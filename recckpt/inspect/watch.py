@@ -1,4 +1,4 @@
-"""Polls one output dir, or a directory of output dirs, and reads only new files at each look."""
+"""Polls one output dir, or a directory of output dirs; each poll reads only new files."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ _THREADS = 8
 
 
 class ReadOnce(Manifests):
-    """Reads each manifest and the sizes of its files once; ``recckpt verify`` finds later damage.
+    """Reads each manifest once, with the sizes of its files; ``recckpt verify`` finds later damage.
 
-    So a look does not list checkpoint directories, which may hold many other files.
+    So a poll does not list checkpoint directories, which may have many other files.
     """
 
     def directories(self, storage: Storage) -> list[str]:
         return attempt_dirs(storage)
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
-        """Return a manifest, and the state of its files when the manifest was first read."""
+        """Return a manifest, and the state of its files at the first read."""
         path = layout.join(directory, layout.MANIFEST)
         try:
             stamp = Listed(0, str(storage.modified(path) or storage.size(path)))
         except NOT_READABLE:
-            return read_manifest(storage, directory), {}  # None, or the error that says what is there
+            return read_manifest(storage, directory), {}  # None, or the error that describes the directory
         known = self._known.get(directory)
         if known is not None and known[0] == stamp:
             return known[1], {file.name: Listed(file.n_bytes) for file in known[1].files}
@@ -63,9 +63,9 @@ class ReadOnce(Manifests):
 
 
 class Watcher:
-    """Polls one output dir. Reads each manifest once, and the timeline when it has grown. Not thread-safe.
+    """Polls one output dir. Reads each manifest once, and the timeline when it has changed. Not thread-safe.
 
-    ``overdue_sec`` is as for :func:`status_of`; without ``near``, near saves are ignored.
+    ``overdue_sec``: see :func:`status_of`. Without ``near``, near saves are ignored.
     """
 
     def __init__(self, storage: Storage, overdue_sec: float | None = None, near: Near | None = None) -> None:
@@ -75,7 +75,7 @@ class Watcher:
         self._timeline: tuple[object, History] = (None, history_of([]))
 
     def look(self) -> Status:
-        """Return the status of the run now. After an OSError of the storage the next look may work."""
+        """Return the status of the run now. After an OSError of the storage, the next call may succeed."""
         listing = look_around(self._storage, self._known)
         intents: dict[str, Intent] = {}
         for name in (name for name in listing.uncommitted if not layout.is_offer_dir(name)):
@@ -97,7 +97,7 @@ class Watcher:
         )
 
     def _history(self, listing: Listing) -> History:
-        """Return the timeline; it is read again if its size or the newest checkpoint changed."""
+        """Return the history of the run; the timeline is read again if its size or the newest checkpoint changed."""
         try:
             n_bytes = self._storage.size(layout.TIMELINE)
         except NOT_READABLE:
@@ -120,15 +120,15 @@ def near_saves_of(storage: Storage, listing: Listing, near: Near | None) -> list
     """Return the valid near saves of this host, newest first; None if near saves are ignored."""
     try:
         return None if near is None else counting_here(storage, listing, near)
-    except (CorruptCheckpointError, FormatVersionError):  # which is among the problems of the listing
+    except (CorruptCheckpointError, FormatVersionError):  # the listing reports this as a problem
         return []
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    name: str  # of its output dir in the directory of runs
-    status: Status | None  # None where the last look failed
-    trouble: str = ""  # why it failed
+    name: str  # name of its output dir in the directory of runs
+    status: Status | None  # None if the last poll failed
+    trouble: str = ""  # why the last poll failed
 
     @property
     def health(self) -> tuple[str, Mood]:
@@ -158,9 +158,9 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class RunsStatus:
-    url: str  # the directory
-    time: datetime  # of the look
-    runs: Sequence[RunStatus]  # by name
+    url: str  # the directory of runs
+    time: datetime  # time of the poll
+    runs: Sequence[RunStatus]  # sorted by name
 
     def to_dict(self) -> dict[str, Any]:
         time = self.time.isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -170,7 +170,7 @@ class RunsStatus:
 class RunsWatcher:
     """Polls all output dirs in a directory, including new ones. Not thread-safe.
 
-    ``give_up_sec`` is the time limit for the requests of one look; None for the storage's own limit.
+    ``give_up_sec`` limits the time for the requests of one poll; None for the storage's own limit.
     """
 
     def __init__(self, storage: Storage, overdue_sec: float | None = None, give_up_sec: float | None = None) -> None:
@@ -178,7 +178,7 @@ class RunsWatcher:
         self._watchers: dict[str, Watcher] = {}
 
     def look(self) -> RunsStatus:
-        """Return the status of each run; an error of one run does not hide others. OSError if listing runs fails."""
+        """Return the status of each run; errors of one run do not hide others. OSError if the runs cannot be listed."""
         names = sorted(name for name in self._storage.list_dirs() if name != layout.OWN_DIR)
         known = run_all(self._watcher, names, self._storage.threads(_THREADS))
         self._watchers = {name: watcher for name, watcher in zip(names, known, strict=True) if watcher is not None}
@@ -193,7 +193,7 @@ class RunsWatcher:
             storage.give_up_after(self._give_up_sec)
         try:
             return Watcher(storage, self._overdue_sec) if is_output_dir(storage) else None
-        except OSError:  # the next look may say whether it is a run
+        except OSError:  # the next poll may find out whether this is a run
             return None
 
     def _look(self, name: str) -> RunStatus:

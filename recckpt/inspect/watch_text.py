@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from recckpt.inspect.status import Failure, Loss, NearNow, Status
 from recckpt.text import count, duration, escaped, one_line, plural, size, sparkline
 
-_MOST_PROBLEMS = 3  # that are shown
+_MOST_PROBLEMS = 3  # most problems to show
 Mood = Literal["plain", "good", "doubtful", "bad"]
 
 

@@ -366,7 +366,7 @@ def test_a_file_of_another_form_is_not_run_and_compared_as_a_whole(tmp_path, cap
         "other": ("unclear", ()),
     }
     assert "it ran" not in capsys.readouterr().out
-    assert "they share a file, too large or not as recckpt writes it" in str(found)
+    assert "their file is too large, or not as recckpt writes it" in str(found)
 
 
 def test_every_global_that_a_load_lets_pass_is_known_here():

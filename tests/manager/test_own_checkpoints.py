@@ -100,7 +100,7 @@ def test_a_prefix_that_no_directory_can_have_is_refused_and_what_two_named_alike
     for prefix in ("a", "b"):
         run = Rows(tmp_path / "run", step_prefix=prefix)
         run.manager.save(step=7)
-    with pytest.raises(CheckpointNotFoundError, match=r"step 7 is that of 'a_7' and 'b_7'.*by its id"):
+    with pytest.raises(CheckpointNotFoundError, match=r"step 7 belongs to 'a_7' and 'b_7'.*by its id"):
         find_checkpoint(str(tmp_path / "run"), 7)
 
 
