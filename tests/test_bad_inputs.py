@@ -202,7 +202,7 @@ def test_a_catalog_that_is_larger_than_any_may_be_is_not_read(tmp_path):
     found = outcomes(read, [lambda: verify(str(forge.directory))[0].found], more_bytes=size * 3 // 4)
     assert mapped + found == [f"its size {size} bytes", f"{size} bytes"]
     assert outcomes(read, [skipped], more_bytes=size * 3 // 4) == [
-        f"its size: found {size} bytes, expected at most {1 << 30}: nothing vouches for its rows"
+        f"its size: found {size} bytes, expected at most {1 << 30}: its rows cannot be checked"
     ]
 
 

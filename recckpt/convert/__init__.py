@@ -1,4 +1,4 @@
-"""Other formats, in and out (docs/convert.md)."""
+"""Imports from and exports to the formats of other programs (docs/convert.md)."""
 
 from __future__ import annotations
 

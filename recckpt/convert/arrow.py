@@ -1,4 +1,4 @@
-"""Reads Arrow files (Feather), streams and directories of these; maps columns to ids, vectors and slots."""
+"""Reads Arrow files (Feather), Arrow streams, and directories of them; maps columns to ids, vectors and slots."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from recckpt.text import nearest
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
 
 _RESERVED = frozenset({"table", "op"})
-_DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # as Arrow calls them -> here
+_DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # Arrow's name -> name here
 Batches = Callable[[str], Iterator[pa.RecordBatch]]
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".arrows")
 _MAGIC = b"ARROW1"
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # end marker of a stream
 
 
 class Columns:
-    """How the columns of files of rows become ids and slots, derived from the first batch.
+    """Maps the columns of files of rows to ids and slots, as the types in the first batch determine.
 
-    ConversionError if a column is missing or has a type that no slot has.
+    ConversionError if a column is missing or has a type that slots do not support.
     """
 
     def __init__(self, first: pa.RecordBatch, options: ImportOptions, path: str) -> None:
@@ -65,7 +65,7 @@ class Columns:
         self.slots = tuple(self._slot(slot, schema.field(name), first.column(name)) for slot, name in pairs)
 
     def rows(self, batch: pa.RecordBatch) -> SourceRows:
-        """Return the rows of a batch; ConversionError for nulls, and for types unlike those of the first batch."""
+        """Return the rows of a batch; ConversionError for nulls, or for types other than those of the first batch."""
         for column in (self._ids, *self._names):
             if batch.column(column).null_count:
                 raise ConversionError(self._path, f"column {column!r}", found="nulls", expected="a value in each row")
@@ -87,7 +87,7 @@ class Columns:
             kind, shape = kind.value_type, (kind.list_size,)
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
             if not first[0].is_valid:
-                raise self._wrong(field, "a first row that says how long its lists are")
+                raise self._wrong(field, "a first row whose lists are not empty")
             kind, shape = kind.value_type, (len(first[0]),)
         dtype = _DTYPES.get(str(kind), str(kind))
         if (field.metadata or {}).get(DTYPE_KEY) == b"bfloat16":
@@ -118,7 +118,7 @@ class Columns:
         if flat.null_count:
             raise ConversionError(self._path, f"column {slot.name!r}", found="nulls", expected="a value in each place")
         values: Array = flat.to_numpy(zero_copy_only=False)
-        if slot.dtype == "bfloat16" and values.dtype == np.float32:  # as an export widens it
+        if slot.dtype == "bfloat16" and values.dtype == np.float32:  # an export widens bfloat16 to float32
             values = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         return values.reshape(n_rows, *slot.shape)
 
@@ -128,7 +128,7 @@ def file_rows(
 ) -> ImportSource:
     """Return a source of one table in files of rows that share one schema and have ``n_rows`` rows in total.
 
-    ConversionError if no row shows the types of the columns, or a table cannot have these columns.
+    ConversionError if there is no row to show the types of the columns, or a table cannot have these columns.
     """
     with whole(files, names[0]):
         first = next((batch for name in names for batch in batches(name) if batch.num_rows), None)
@@ -162,7 +162,7 @@ def whole(files: SourceFiles, name: str, kind: str = "file") -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError, EOFError) as error:
-        found = f"what Arrow does not read ({error!s:.200})"
+        found = f"what Arrow cannot read ({error!s:.200})"
         raise ConversionError(files.path(name), "", found=found, expected=f"a whole {kind}") from error
 
 
@@ -181,8 +181,8 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
             else:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - len(_END)))
-                if not file.read().endswith(_END):  # cut between two batches, it reads as a whole one of fewer rows
-                    raise pa.ArrowInvalid("a stream without the mark of its end: cut, or its writer was not closed")
+                if not file.read().endswith(_END):  # cut between two batches, it reads as whole
+                    raise pa.ArrowInvalid("a stream without an end marker: cut short, or its writer was not closed")
                 file.seek(0)
                 batches = iter(pa.ipc.open_stream(file))
             yield from (batch.replace_schema_metadata(None) for batch in batches)

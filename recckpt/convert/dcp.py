@@ -1,6 +1,6 @@
-"""Reads and writes torch.distributed.checkpoint without a process group; joins each tensor from all ranks' pieces.
+"""Reads and writes torch.distributed.checkpoint without a process group; joins tensors from the pieces of all ranks.
 
-Its ``.metadata`` file is a pickle. The reader does not load the pickled classes, so the file cannot run code.
+The ``.metadata`` file is a pickle. The reader does not load the pickled classes, so the file cannot run code.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class StoredChunk(NamedTuple):
     n_bytes: int
 
 
-_Entry = tuple[str, str, tuple[int, ...], list[StoredChunk]]  # name, dtype ("" where it is no tensor), shape, pieces
+_Entry = tuple[str, str, tuple[int, ...], list[StoredChunk]]  # name, dtype ("" if it is not a tensor), shape, pieces
 
 
 class _StandIn:
-    """Stands for an object whose class is not loaded."""
+    """Replaces an object whose class is not loaded."""
 
     def __init__(self, *_: Any) -> None:
         self.state: Any = None
@@ -71,7 +71,7 @@ class _StandIn:
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that accepts the names of the format's classes and of dtypes, but loads no class."""
+    """An unpickler that accepts the names of the format's classes and of dtypes, without loading any class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -84,7 +84,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _read_metadata(files: SourceFiles) -> list[_Entry]:
-    """Return all entries; ConversionError if the metadata is damaged, needs code, or names missing bytes."""
+    """Return all entries; ConversionError if the metadata is damaged, needs code to load, or names missing bytes."""
     path = files.path(files.need(METADATA, "the metadata that every DCP checkpoint has"))
     try:
         metadata = _Reader(io.BytesIO(files.read(METADATA, _MAX_BYTES))).load()
@@ -94,9 +94,9 @@ def _read_metadata(files: SourceFiles) -> list[_Entry]:
         raise ConversionError(path, "", found=what, expected="the metadata of DCP") from error
     except ConversionError:
         raise
-    except Exception as error:  # whatever a broken pickle makes of stand-ins
-        what = f"what is no metadata of DCP ({type(error).__name__}: {error!s:.100})"
-        raise ConversionError(path, "", found=what, expected="a whole file") from error
+    except Exception as error:  # a broken pickle can raise anything from stand-ins
+        what = f"invalid DCP metadata ({type(error).__name__}: {error!s:.100})"
+        raise ConversionError(path, "", found=what, expected="an undamaged file") from error
 
 
 def _entries(metadata: Any, files: SourceFiles) -> Iterator[_Entry]:
@@ -121,7 +121,7 @@ def _entries(metadata: Any, files: SourceFiles) -> Iterator[_Entry]:
 
 def _box(files: SourceFiles, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> StoredChunk:
     if info is None:
-        raise ConversionError(files.path(METADATA), name, found="no place for it", expected="a file and an offset")
+        raise ConversionError(files.path(METADATA), name, found="no location for it", expected="a file and an offset")
     file, (at, n_bytes) = str(info.relative_path), _counts((info.offset, info.length))
     files.need(file, f"the file that has {name!r}")
     if at + n_bytes > files.size(file):
@@ -155,14 +155,14 @@ def read_tensors(files: SourceFiles) -> tuple[dict[str, SourceTensor], dict[str,
             continue
         if dtype not in NUMPY_DTYPES:
             found = f"values of {dtype}"
-            raise ConversionError(files.url, repr(name), found=found, expected="a dtype that files hold")
+            raise ConversionError(files.url, repr(name), found=found, expected="a supported dtype")
         parts = [SourceBox(box.offsets, box.sizes, partial(pieces.rows, name, dtype, box)) for box in boxes]
         tensors[name] = put_together(name, dtype, shape, parts, files.url)
     return tensors, portable_values(values, files.url)
 
 
 class _Pieces:
-    """Loads pieces, each a file of torch.save inside another; caches the last one."""
+    """Loads pieces, each a file of torch.save inside another file; caches the last one."""
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
@@ -179,11 +179,11 @@ class _Pieces:
             found = f"a pickle that needs code to load ({str(error).splitlines()[-1]:.200})"
             raise ConversionError(path, repr(name), found=found, expected="tensors and plain values") from error
         except Exception as error:
-            found = f"what torch does not read ({type(error).__name__}: {error!s:.100})"
+            found = f"what torch cannot read ({type(error).__name__}: {error!s:.100})"
             raise ConversionError(path, repr(name), found=found, expected="a tensor") from error
 
     def rows(self, name: str, dtype: str, box: StoredChunk, begin: int, end: int) -> Array:
-        """Return rows of a piece of a tensor; a scalar's value."""
+        """Return rows [begin, end) of a piece of a tensor; for a scalar, its value."""
         import torch
 
         if self._last is None or self._last[0] is not box:
@@ -202,7 +202,7 @@ class _Pieces:
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write a checkpoint with the library itself to temporary files, and copy it to the target."""
+    """Write a checkpoint to temporary files with torch itself, and copy the files to the target."""
     with ExitStack() as stack:
         state: dict[str, Any] = {}
         for tensor in export.dense():
@@ -231,9 +231,9 @@ def _save(state: dict[str, Any], made: Path) -> None:
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended here
             save(state, storage_writer=FileSystemWriter(made), no_dist=True)
-    except CheckpointException as failure:  # a BaseException, of torch's own error about the file that it closes
+    except CheckpointException as failure:  # a BaseException; contains torch's own error about the file that it closes
         error: BaseException | None = failure.failures[0][0]
         while error is not None and not isinstance(error, OSError):
             error = error.__context__

@@ -1,4 +1,4 @@
-"""A dump of dynamicemb (NVIDIA), in and out.
+"""Reads and writes a dump of dynamicemb (NVIDIA).
 
 A dump has one directory per collection. For each table and rank, this directory has files of int64 keys, float32
 values, int64 scores and float32 optimizer states, with one row per key; for each table, it has one file of optimizer
@@ -35,20 +35,20 @@ from recckpt.format import layout
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
 
-ALL_SLOTS, INCREMENTS, DTYPES = True, False, ()  # its values are float32
-_ADAM, _ADAGRAD, _ROWWISE = "adam", "exact_adagrad", "exact_row_wise_adagrad"  # part of their format, as the names are
-_SLOTS = {  # kind of an optimizer -> the slots whose values lie one after another in a row of its states
+ALL_SLOTS, INCREMENTS, DTYPES = True, False, ()  # values of a dump are float32
+_ADAM, _ADAGRAD, _ROWWISE = "adam", "exact_adagrad", "exact_row_wise_adagrad"  # names in the dump format
+_SLOTS = {  # kind of optimizer -> slots whose values are stored one after another in each row of its states
     _ADAM: ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq"),
     _ADAGRAD: ("sparse_adagrad_sum",),
     _ROWWISE: ("sparse_rowwise_adagrad_sum",),
 }
-_SETTINGS = {  # kind of an optimizer -> names of its settings, here and there
+_SETTINGS = {  # kind of optimizer -> name of each setting in a dump -> name here
     _ADAM: ("lr", "eps"),
     _ADAGRAD: ("lr", "eps", "initial_accumulator_value"),
     _ROWWISE: ("lr", "eps", "initial_accumulator_value"),
 }
 _KEYS, _VALUES, _SCORES, _STATES = "emb_keys", "emb_values", "emb_scores", "emb_opt_values"
-_OLD_STATES = "opt_values"  # of versions of 2025
+_OLD_STATES = "opt_values"  # name in versions of 2025
 _COUNTERS = ("counter_keys", "counter_frequencies")
 _ITEM_BYTES = {_KEYS: 8, _VALUES: 4, _SCORES: 8, _STATES: 4}
 _NAME = re.compile(rf"(.+?)_({'|'.join((*_ITEM_BYTES, _OLD_STATES, *_COUNTERS))})\.rank_(\d+)\.world_size_(\d+)")
@@ -56,18 +56,18 @@ _SETTINGS_FILE, _MAX_SETTINGS = "_opt_args.json", 1 << 20
 _COUNT, _SCORE = "count", "score"
 _FLOATS = ("float32", "float16", "bfloat16")
 _EMPTY = "has no rows, so the length of a row is unknown"
-_NAMED = "is in several collections, and has its name with that of the collection; names= (--name) gives others"
+_NAMED = "is in several collections, so its name here includes the collection; names= (--name) gives other names"
 
 
 @dataclass(frozen=True)
 class DumpedTable:
-    name: str  # with the collection's directory if several collections have a table of this name
-    # item (keys, values, perhaps scores and states) -> its file on each rank
+    name: str  # name, with the collection's directory if several collections have a table of this name
+    # kind of content (keys, values, maybe scores and states) -> its file on each rank
     files: Mapping[str, Sequence[str]]
-    n_rows: Sequence[int]  # of each rank
-    widths: Mapping[str, int]  # values a row of each of ``files`` but the keys
-    settings: Mapping[str, Any]  # of the optimizer; {} if they were not dumped
-    counters: Sequence[str]  # files with the counts of keys that are not admitted yet
+    n_rows: Sequence[int]  # rows of each rank
+    widths: Mapping[str, int]  # values per row in each of ``files`` except the keys
+    settings: Mapping[str, Any]  # settings of the optimizer; {} if they were not dumped
+    counters: Sequence[str]  # files with the counts of keys that are not yet admitted
 
     @property
     def optimizer(self) -> str:
@@ -80,7 +80,7 @@ class DumpedTable:
 
     @property
     def score_slot(self) -> str:
-        """The slot for the scores, which are look-up counts under one eviction strategy."""
+        """The slot for the scores; one eviction strategy uses look-up counts as scores."""
         is_count = str(self.settings.get("evict_strategy", "")).endswith("KLfu")
         return _COUNT if is_count and self.widths[_SCORES] == 1 else _SCORE
 
@@ -123,7 +123,7 @@ def _by_slot(table: DumpedTable, columns: Mapping[str, Array]) -> dict[str, Arra
     kind, dim = table.optimizer, table.widths[_VALUES]
     values = {EMBEDDING: columns[_VALUES]}
     for n, slot in enumerate(_SLOTS.get(kind, ())):
-        states = columns[_STATES]  # row-wise sums are the first value, as rows may be padded
+        states = columns[_STATES]  # row-wise sums are the first value, because rows may be padded
         values[slot] = states[:, 0] if kind == _ROWWISE else states[:, n * dim : (n + 1) * dim]
     if _SCORES in columns:
         scores = columns[_SCORES]
@@ -136,26 +136,26 @@ def _listed(table: DumpedTable, left: list[LeftOut]) -> SourceTable:
     slots = [SlotSpec(EMBEDDING, "float32", (dim,))]
     slots += [SlotSpec(slot, "float32", () if kind == _ROWWISE else (dim,)) for slot in _SLOTS.get(kind, ())]
     if _STATES in table.files and not kind:
-        unknown = f"an optimizer of which no {_SETTINGS_FILE.lstrip('_')} says what it is"
+        unknown = f"an optimizer without a {_SETTINGS_FILE.lstrip('_')} that names its kind"
         reason = f"{table.widths[_STATES]} values a row of {table.settings.get('opt_type', unknown)}"
         left.append(LeftOut(f"{name}, optimizer states", reason))
     if _SCORES in table.files:
         n_words, slot = table.widths[_SCORES], table.score_slot
         slots.append(SlotSpec(slot, "int64", () if n_words == 1 else (n_words,)))
         strategy = table.settings.get("evict_strategy", "their strategy")
-        left.append(LeftOut(f"{name}, scores", f"are the slot {slot!r}, as {strategy} means them"))
+        left.append(LeftOut(f"{name}, scores", f"become the slot {slot!r}, which has the meaning of {strategy}"))
     if table.settings:
         shown = ", ".join(f"{key}={value}" for key, value in table.settings.items())
-        left.append(LeftOut(f"{name}, settings", f"are those an optimizer is made with: {shown}"))
+        left.append(LeftOut(f"{name}, settings", f"must be passed when you make the optimizer: {shown}"))
     if table.counters:
-        left.append(LeftOut(f"{name}, counters", "of keys that are not admitted yet: counting starts again"))
+        left.append(LeftOut(f"{name}, counters", "of keys that are not yet admitted: counting restarts"))
     if "/" in table.name:
         left.append(LeftOut(name, _NAMED))
     return SourceTable(table.name, sum(table.n_rows), tuple(slots))
 
 
 def _dumped_tables(files: SourceFiles) -> Iterator[DumpedTable]:
-    """Yield the tables of a dump; ConversionError for missing or cut files and damaged settings."""
+    """Yield the tables of a dump; ConversionError for missing or shortened files, or damaged settings."""
     ranks: dict[tuple[str, str], dict[str, dict[int, str]]] = {}
     sizes: dict[tuple[str, str], set[int]] = {}
     places = [(path.rpartition("/")[0], _NAME.fullmatch(path.rpartition("/")[2])) for path in files.names]
@@ -164,7 +164,7 @@ def _dumped_tables(files: SourceFiles) -> Iterator[DumpedTable]:
         if match is None:
             continue
         table, item = match[1], match[2]
-        # Old names for states of t_emb are the new ones for those of t.
+        # In old versions, states of table t_emb have the file name that new versions use for states of table t.
         if item == _STATES and (directory, table) not in with_keys and (directory, f"{table}_emb") in with_keys:
             table = f"{table}_emb"
         item = _STATES if item == _OLD_STATES else item
@@ -180,7 +180,7 @@ def _dumped_tables(files: SourceFiles) -> Iterator[DumpedTable]:
             try:
                 settings = json.loads(files.read(path, _MAX_SETTINGS))
             except (ValueError, RecursionError) as error:
-                found = f"no JSON ({error!s:.80})"
+                found = f"invalid JSON ({error!s:.80})"
                 raise ConversionError(files.path(path), "", found=found, expected="settings") from error
         if not isinstance(settings, dict):
             found = f"a {type(settings).__name__}"
@@ -193,11 +193,11 @@ def _of_all_ranks(files: SourceFiles, table: str, item: str, of_ranks: Mapping[i
     where = f"table {table!r}, its {item}"
     if len(sizes) > 1:
         found = f"files of dumps of {' and of '.join(map(str, sorted(sizes)))} ranks"
-        raise ConversionError(files.url, where, found=found, expected="those of one dump")
+        raise ConversionError(files.url, where, found=found, expected="files of one dump")
     n_ranks = next(iter(sizes))
     if len(of_ranks) != n_ranks or max(of_ranks) >= n_ranks:
         found, expected = f"files of ranks {sorted(of_ranks)}", f"one of each of {n_ranks} ranks"
-        raise ConversionError(files.url, where, found=found, expected=expected, remedy="copy all of them there")
+        raise ConversionError(files.url, where, found=found, expected=expected, remedy="copy those of all ranks there")
     return [of_ranks[rank] for rank in range(n_ranks)]
 
 
@@ -237,7 +237,7 @@ def _width(files: SourceFiles, paths: Sequence[str], n_rows: Sequence[int], item
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    left = export.no_dense("a dump of dynamicemb is for rows; use dcp")
+    left = export.no_dense("a dump of dynamicemb has only rows; use dcp")
     needs_state = any(_kind_of(table) for table in export.tables)
     scalars = export.state(layout.EXTRA).get(layout.SPARSE_OPTIM, {}) if needs_state else {}
     for table in export.tables:
@@ -265,7 +265,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
 
 
 def _kind_of(table: TableView) -> str:
-    """Return the kind of optimizer whose slots a table has, all in float32; "" if no kind fits."""
+    """Return the kind of optimizer whose slots a table has, all in float32; "" if there is none."""
     dtypes = {slot.name: slot.dtype for slot in table.slots}
     kinds = (kind for kind, slots in _SLOTS.items() if all(dtypes.get(slot) == "float32" for slot in slots))
     return next(kinds, "")
@@ -292,7 +292,7 @@ def _settings_of(table: TableView, scalars: Mapping[str, Any], left: list[LeftOu
 
 
 def _kept(table: TableView, has_states: bool, left: list[LeftOut]) -> TableView:
-    """Return the table without the slots that a dump cannot hold; ConversionError if a dump cannot hold its vectors."""
+    """Return the table without slots that a dump cannot hold; ConversionError if a dump cannot hold the vectors."""
     vectors = {slot.name: slot for slot in table.slots}.get(EMBEDDING)
     if vectors is None or vectors.dtype not in _FLOATS or len(vectors.shape) != 1:
         found = "no vectors" if vectors is None else f"vectors of {vectors.dtype} {vectors.shape}"

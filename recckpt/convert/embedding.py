@@ -1,4 +1,4 @@
-"""One dense matrix per table, for ``nn.Embedding``: row i belongs to id i; rows without an id are zeros."""
+"""Writes one dense matrix per table, for ``nn.Embedding``: row i has id i; rows without an id are zeros."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from recckpt.text import Progress
 from recckpt.types import EMBEDDING
 
 ALL_SLOTS, INCREMENTS, DTYPES = False, False, ("float16", "int8")  # numpy has no bfloat16
-_SPARE = 1_000_000  # rows of a matrix that may be empty, whatever the table has
-_SPARSE = 100  # times as many rows as the table has
+_SPARE = 1_000_000  # rows of a matrix that may always be empty
+_SPARSE = 100  # most rows of a matrix, as a multiple of the table's rows
 _STEP_BYTES = 8 << 20
 
 
@@ -37,7 +37,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                     for begin in range(0, n_matrix, step):
                         sink.write(matrix[begin : begin + step].tobytes())
         progress.add_rows(table.n_rows)
-    return export.no_dense("a matrix is for rows; use safetensors")
+    return export.no_dense("a matrix has only rows; use safetensors")
 
 
 def _rows_of_matrix(table: TableView) -> int:
@@ -46,7 +46,7 @@ def _rows_of_matrix(table: TableView) -> int:
     for ids in table.ids():
         n_rows += len(ids)
         lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
-    path, remedy = f"table {table.name!r}", "export it to npy, where the ids lie beside the rows"
+    path, remedy = f"table {table.name!r}", "export it to npy, which stores ids beside rows"
     if lowest < 0:
         raise ConversionError(path, "", found=f"the id {lowest}", expected="ids from 0 on", remedy=remedy)
     if highest >= _SPARSE * n_rows + _SPARE:

@@ -1,4 +1,4 @@
-"""``recckpt.convert.export_checkpoint``: tables and tensors of a checkpoint in the format of another program."""
+"""``recckpt.convert.export_checkpoint``: writes tables and tensors of a checkpoint in another program's format."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Exported:
         ckpt_id: id of the checkpoint.
         target: path or URL of the export.
         format: name of the format.
-        metadata: description in the target: rows and slots of each table, largest error of narrowed vectors.
-        left_out: what the format cannot hold.
+        metadata: description in the target: rows and slots of each table, and the largest error of narrowed vectors.
+        left_out: what the format cannot store.
         n_bytes: size of the written files.
         skipped: with ``skip_damaged``: what is missing because its file, or a newer link, is damaged.
     """
@@ -56,7 +56,7 @@ class _Choice:
     where: RowFilter
     dtype: str | None
     since: str | None
-    all_slots: bool  # if slots is None
+    all_slots: bool  # whether to export all slots, if ``slots`` is None
 
 
 def export_checkpoint(
@@ -73,29 +73,29 @@ def export_checkpoint(
 ) -> Exported:
     """Write tables and tensors of a checkpoint in another format; see docs/convert.md.
 
-    Every byte that is read is checked. After an error nothing of the target is left.
+    Every byte that is read is checked. After an error no part of the target is left.
 
     Args:
-        checkpoint: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
-        target: what to write, which must not exist; any fsspec URL.
+        checkpoint: a checkpoint, or an output dir for its newest checkpoint; any fsspec URL.
+        target: path to write, which must not exist; any fsspec URL.
         to: a name of ``recckpt.convert.TARGETS``.
-        tables: only these; None for all.
-        slots: columns beside the ids; None for the format's default, which is ``embedding`` in formats for serving,
-            and all with ``skip_damaged``.
+        tables: export only these tables; None for all.
+        slots: columns to export beside the ids; None for the format's default: ``embedding`` in formats for
+            serving, else all; with ``skip_damaged`` always all.
         where: a filter of rows, as in a load_conf.
-        dtype: ``float16`` or ``bfloat16`` for the vectors, and for dense tensors of floats if the format holds dense
+        dtype: ``float16`` or ``bfloat16`` for the vectors, and for float dense tensors if the format stores dense
             tensors; ``int8`` for the vectors only. The metadata states the largest error of the vectors.
-        since: id or path of this checkpoint or of a link in its chain: write only rows changed, and ids deleted, since
-            then.
-        skip_damaged: leave out what is damaged and list it in ``skipped`` and in the metadata. The newest checkpoint of
-            an output dir is taken even if it is damaged. Each exported row has its value in the checkpoint: if a link
-            of a delta lost rows, rows of older links in the same buckets are left out too, because they may be out of
-            date.
+        since: id or path of this checkpoint or of a link in its chain: write only the rows changed, and the ids
+            deleted, since that checkpoint.
+        skip_damaged: omit what is damaged and list it in ``skipped`` and in the metadata. The newest checkpoint of
+            an output dir is exported even if it is damaged. Each exported row has its value in the checkpoint: if a
+            link of a delta lost rows, rows of older links in the same buckets are omitted, too, because they may be
+            out of date.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as for CheckpointReader; with
             ``skip_damaged``, only if the manifest is damaged or too new.
-        ConversionError: the target cannot hold what is asked for, or there is no such table or slot.
+        ConversionError: the target cannot store what was requested, or there is no such table or slot.
         FileExistsError: the target exists.
         OSError: a storage failed.
     """
@@ -105,10 +105,10 @@ def export_checkpoint(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
     if since is not None and skip_damaged:
-        expected = "one of them: some of the changes are no increment"
-        raise ConversionError(url, "since", found="it beside skip_damaged", expected=expected)
+        expected = "only one of the two: an increment needs all changes"
+        raise ConversionError(url, "since", found="since with skip_damaged", expected=expected)
     if since is not None and (where is not None or not module.INCREMENTS):
-        found = f"it beside {to if where is None else 'where'}"
+        found = f"since with {to if where is None else 'where'}"
         raise ConversionError(url, "since", found=found, expected="all changed rows, to parquet or npy")
     if dtype is not None and dtype not in module.DTYPES:
         found, expected = f"{dtype} for {to}, which does not have it", ", ".join(module.DTYPES) or "none"
@@ -126,7 +126,7 @@ def export_checkpoint(
             _check_narrowed(export, found.directory, with_tensors=with_tensors)
             n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
             with Progress(f"exporting {found.ckpt_id}", n_bytes) as progress:
-                # No target has what the checkpoint lacks of tables that were not saved as they were.
+                # No target has rows or slots that the saved tables lack.
                 reduced = ((view.name, found.manifest.named_table(view.name).reduced) for view in export.tables)
                 left = [LeftOut(f"table {name}", f"was saved {each}") for name, each in reduced if each and str(each)]
                 left += module.write(export, files, progress)
@@ -160,7 +160,7 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice) -> Export
 def _opened_damaged(
     storage: Storage, checkpoint: Checkpoint, choice: _Choice, skipped: list[Skipped], *, with_tensors: bool
 ) -> Export:
-    """Open the undamaged tables and tensors; add the damaged parts to ``skipped``."""
+    """Open the undamaged tables and tensors; add the damaged ones to ``skipped``."""
     chosen, chain, views = _chosen(checkpoint, choice), OpenChain.of(storage, checkpoint), []
     for table in chosen:
         rows = WholeRows(storage, checkpoint, table.name)
@@ -169,7 +169,7 @@ def _opened_damaged(
     tensors = whole_tensors(chain.files, checkpoint, skipped, read=with_tensors)
     metadata = _metadata(storage, checkpoint) | {"skipped": [asdict(each) for each in skipped]}
 
-    def load_whole(name: str) -> dict[str, Any]:  # {} if it is damaged
+    def load_whole(name: str) -> dict[str, Any]:  # {} if the file is damaged
         try:
             with lost_is_damage(layout.join(checkpoint.directory, name)):
                 return chain.state(name, is_mapped=False)
@@ -203,7 +203,7 @@ def _view(table: TableEntry, choice: _Choice, n_rows: int | None, batches: Batch
     filtered = {name: slots[name] for name in choice.where.slots if name in slots and math.prod(slots[name].shape) == 1}
     if filtered.keys() != choice.where.slots:
         missing = sorted(choice.where.slots - filtered.keys())
-        found, expected = f"no number a row in {missing}", "slots of one number a row"
+        found, expected = f"not one number per row in {missing}", "slots of one number per row"
         raise ConversionError(path, "where", found=found, expected=expected)
     by_default = slots.keys() if choice.all_slots else {EMBEDDING}
     asked = by_default if choice.slots is None else choice.slots
@@ -212,13 +212,13 @@ def _view(table: TableEntry, choice: _Choice, n_rows: int | None, batches: Batch
 
 
 def _check_narrowed(export: Export, path: str, *, with_tensors: bool) -> None:
-    """Raise ConversionError if a dtype changes nothing, or gives a table two slots of one name."""
+    """Raise ConversionError if a dtype changes nothing, or would give a table two slots of one name."""
     views, dtype = export.tables, export.dtype
     for view in views:
         names = [slot.name for slot in view.slots]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
-            found = f"a slot {twice[0]!r} already, which {dtype} vectors have beside them"
+            found = f"a slot {twice[0]!r}, the name that {dtype} vectors need for a slot of their own"
             remedy = "leave that slot out, or take another dtype"
             raise ConversionError(f"table {view.name!r}", "dtype", found=found, expected="another name", remedy=remedy)
     vectors = {(v.name, slot.dtype) for v in views for slot in v.slots if slot.name == EMBEDDING}
@@ -239,7 +239,7 @@ def _states_left(
         damaged = {each.tensor for each in skipped if each.tensor}
         plain = (name for name in names.dense if name not in export.tensors.model and name not in damaged)
         lost += [*names.extra, *names.io_state, *plain]
-    return [LeftOut(name, "is state that is no tensor and no row; it stays in the checkpoint") for name in lost]
+    return [LeftOut(name, "is state, not a tensor or row; it stays in the checkpoint") for name in lost]
 
 
 def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
@@ -249,12 +249,12 @@ def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
     for number, link in enumerate(checkpoint.links):
         if since in (link.ckpt_id, link.directory) or ("/" in since and ours == theirs and name == link.directory):
             return number
-    meant = counted_back(storage, name) if ours == theirs else None  # latest~N
+    meant = counted_back(storage, name) if ours == theirs else None  # for latest~N
     for number, link in enumerate(checkpoint.links):
         if meant is not None and link.manifest.name == meant.manifest.name:
             return number
     found = f"{since!r}, which is not in the chain of {checkpoint.ckpt_id!r}"
     below = ", ".join(link.ckpt_id for link in checkpoint.below)
-    expected = f"one of {below}" if below else "a checkpoint of its chain; it is full, so its chain has no other"
+    expected = f"one of {below}" if below else "a checkpoint of its chain, which has no other, because it is full"
     remedy = "export all of it, or save with Saver(deltas=True)"
     raise ConversionError(checkpoint.directory, "since", found=found, expected=expected, remedy=remedy)

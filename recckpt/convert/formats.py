@@ -1,4 +1,4 @@
-"""The formats that recckpt reads (named by the caller, or recognised by their files) and writes.
+"""The formats that recckpt reads and writes; to read, the caller names the format or its files show it.
 
 A format is a module: ``recognises(files)`` and ``open_source(files, options)`` read it, ``write(export, files,
 progress)`` writes it.
@@ -23,16 +23,16 @@ from recckpt.text import nearest
 from recckpt.text.foreign_words import write_instead
 from recckpt.types import EMBEDDING, SlotSpec
 
-# In the order in which they look at the files.
+# The order in which the formats are tried.
 SOURCES = ("recis", "dynamicemb", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "npy")
 TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp", "dynamicemb", "recis")
-HOLD_TENSORS = frozenset({"safetensors", "dcp", "recis"})  # targets that have a place for dense tensors
+HOLD_TENSORS = frozenset({"safetensors", "dcp", "recis"})  # targets that store dense tensors
 _OF_ROWS, _OF_TABLES = frozenset({"parquet", "arrow", "npy"}), frozenset({"recis", "dynamicemb", "torchrec"})
 _SCALE = SlotSpec(EMBEDDING + SCALE, "float32", ())
 
 
 def format_module(argument: str, name: str, names: tuple[str, ...]) -> ModuleType:
-    """Return the module of a format; ValueError if it is none of ``names``."""
+    """Return the module of a format; ValueError if ``name`` is not in ``names``."""
     if name not in names:
         hint = write_instead(name, in_shell=True) or nearest(name, names)
         raise ValueError(f"{argument}: found {name!r}, expected one of {', '.join(names)}{hint}")
@@ -56,35 +56,35 @@ def open_source(files: SourceFiles, format: str | None, options: ImportOptions) 
                 what = f"{files.url}: reading {name} needs torch, which is not installed"
                 raise MissingLibraryError(f"{what}: pip install torch") from error
             return _named(_in_floats(opened), options.names, files.url)
-    found = f"files of no format that is known: {', '.join(files.names[:5])}"
+    found = f"files of an unknown format: {', '.join(files.names[:5])}"
     remedy = write_instead("csv").removeprefix(": ") if files.ending(".csv", ".csv.gz") else "name the format"
     raise ConversionError(files.url, "", found=found, expected=f"one of {', '.join(SOURCES)}", remedy=remedy)
 
 
 def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> None:
-    """Raise an error for options that apply to tensors if the source is files of rows, and vice versa."""
+    """Raise an error for options of tensors if the source is files of rows, and vice versa."""
     plain, asked = ImportOptions(), dict[str, bool]()
     if name in _OF_ROWS | _OF_TABLES:
-        asked["tensors that are to be tables"] = bool(options.as_table)
+        asked["tensors to import as tables"] = bool(options.as_table)
     if name not in _OF_ROWS:
         asked["column of ids"] = options.ids != plain.ids
         asked["column of vectors"] = options.embedding != plain.embedding
-    if name not in _OF_ROWS or name == "npy":  # where each array is a file that may be left out
+    if name not in _OF_ROWS or name == "npy":  # in npy each array is a file that can be left out
         asked["columns that become slots"] = options.slots is not None
     if name != "torch_state":
         asked["a model or optimizers, which name parameters"] = options.model is not None or bool(options.optimizers)
     if odd := [what for what, is_said in asked.items() if is_said]:
-        found, expected = f"an option for {odd[0]}", f"none, of {name}"
+        found, expected = f"an option for {odd[0]}", f"none for {name}"
         raise ConversionError(files.url, "", found=found, expected=expected, remedy="leave it out")
 
 
 def _named(source: ImportSource, names: Mapping[str, str], path: str) -> ImportSource:
-    """Return a source with renamed tables, also in its sparse optimizer's state; ConversionError for unknown names."""
+    """Return a source with renamed tables, also in the sparse optimizer's state; ConversionError for unknown names."""
     contents = source.contents
     there = [table.name for table in contents.tables]
     for name in names:
         if name not in there:
-            raise no_such_table(path, name, there, " to give a name to")
+            raise no_such_table(path, name, there, " to rename")
     if not names:
         return source
     tables = tuple(replace(table, name=names.get(table.name, table.name)) for table in contents.tables)
@@ -99,7 +99,7 @@ def _named(source: ImportSource, names: Mapping[str, str], path: str) -> ImportS
 
 
 def _in_floats(source: ImportSource) -> ImportSource:
-    """Return a source whose vectors are floats if an export wrote int8 with one scale per row."""
+    """Return a source whose vectors are floats, also if an export wrote them as int8 with one scale per row."""
     contents, narrow = source.contents, dict[str, SourceTable]()
     for table in contents.tables:
         kinds = {slot.name: slot for slot in table.slots}

@@ -1,4 +1,4 @@
-"""``recckpt.convert.import_checkpoint``: what other programs saved, as a checkpoint of an output dir."""
+"""``recckpt.convert.import_checkpoint``: makes a checkpoint from files of other programs."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ BUDGET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """What an import does, or has done.
+    """What an import would do, or has done.
 
     Attributes:
         source: path or URL of the source.
-        ckpt_id: of the checkpoint.
-        step: of the checkpoint.
-        contents: what is imported, and what is left out.
-        directory: of the checkpoint in the output dir; "" if nothing was written.
-        rows: rows of each table; before they are read, an upper bound that the source states.
-        n_bytes: of its files.
+        ckpt_id: id of the checkpoint.
+        step: step of the checkpoint.
+        contents: what is imported, and what is omitted.
+        directory: directory of the checkpoint in the output dir; "" if nothing was written.
+        rows: table -> number of rows; before rows are read, an upper bound that the source states.
+        n_bytes: bytes of the checkpoint's files.
     """
 
     source: str
@@ -77,33 +77,33 @@ def import_checkpoint(
 ) -> ImportPlan:
     """Read what another program saved, and commit it as a full checkpoint; see docs/convert.md.
 
-    Reads and checks everything before it writes to the output dir. Then it takes the output dir over from any running
-    writer. Needs memory for ``budget_bytes`` and the largest dense tensor; rows are sorted in a temporary file in the
-    work dir.
+    Reads and checks everything before it writes to the output dir. Then it takes over the output dir from any running
+    writer. Needs memory for ``budget_bytes`` and the largest dense tensor; sorts rows in a temporary file in the work
+    dir.
 
     Args:
         source: a file or a directory; a path or any fsspec URL.
         output_dir: an output dir, new or not; any fsspec URL.
-        format: a name of ``recckpt.convert.SOURCES``; None to look at the files.
-        tables: only these tables, by their names in the checkpoint; None for all. Dense state comes along either way.
-        options: what the source does not say about itself.
+        format: a name of ``recckpt.convert.SOURCES``; None to recognise the format by the files.
+        tables: import only these tables, by their names in the checkpoint; None for all. Always imports dense state.
+        options: facts that the source does not state.
         model: for a file of ``torch.save``: the model whose parameters the optimizers in the file train, or the same
             model with tables in place of embeddings. Its names assign the optimizer states to parameters and rows. Not
             needed if the file names the parameters, or if they are in the order of its tensors.
         optimizers: for a file of ``torch.save``: name of a state in the file -> the live optimizer. Needed if an
             optimizer trains only some of the parameters, or trains them in another order; a sparse optimizer determines
             the names of the slots.
-        step: the step of the checkpoint; None for the source's, or 0.
+        step: step of the checkpoint; None for the source's step, or 0 without one.
         dry_run: read no rows and write nothing.
-        work_dir: directory of the temporary file of rows; None for the output dir if it is local, else the system's
-            directory of temporary files.
+        work_dir: directory for the temporary file of rows; None for the output dir if it is local, else the
+            system's directory for temporary files.
         budget_bytes: memory for rows.
 
     Raises:
         CheckpointExistsError: the output dir has a checkpoint of this step.
-        ConversionError: the source is damaged, or holds what a checkpoint cannot; nothing was written.
-        OSError: a storage failed; nothing is committed.
-        RecckptError: a request to forget ids has not ended in the output dir.
+        ConversionError: the source is damaged, or contains what a checkpoint cannot store; nothing was written.
+        OSError: a storage failed; nothing was committed.
+        RecckptError: a request to forget ids is unfinished in the output dir.
     """
     positive_int("budget_bytes", budget_bytes)
     url, wishes, live = os.fspath(output_dir), options or ImportOptions(), optimizers or {}
@@ -145,7 +145,7 @@ def _chosen(contents: SourceContents, tables: Collection[str] | None, source: st
 
 
 def _near(url: str) -> str:
-    """Return a directory on this host, on the output dir's disk if that is local."""
+    """Return a directory on this host; on the output dir's disk if that is local."""
     if "://" in url and not url.startswith(("file://", "local://")):
         return tempfile.gettempdir()
     path = Path(url.split("://", 1)[-1]).expanduser().absolute()
@@ -184,7 +184,7 @@ def _imported(
 def _write(to: Attempt, plan: ImportPlan, tables: Sequence[RowRuns], advance: Callable[[int], object]) -> Content:
     """Write all files of a checkpoint and return its content.
 
-    The checkpoint has one shard per position in the data, so that each rank that resumes restores its own position.
+    The checkpoint has one shard per position in the data, so that each resuming rank restores its own position.
     """
     records, rows, contents = [], Counter[str](), plan.contents
     n_shards = max(1, len(contents.io_state))
@@ -207,7 +207,7 @@ def _write(to: Attempt, plan: ImportPlan, tables: Sequence[RowRuns], advance: Ca
 
 
 def _write_state(shard: ShardWriter, contents: SourceContents, number: int) -> None:
-    """Write the positions of one shard; in the first, also all dense state, one tensor in memory at a time."""
+    """Write the positions of one shard; for the first shard, also all dense state, one tensor in memory at a time."""
     states = {}
     if number == 0 and contents.extra:
         states[layout.EXTRA] = "extra", contents.extra
@@ -216,7 +216,7 @@ def _write_state(shard: ShardWriter, contents: SourceContents, number: int) -> N
     has_dense = number == 0 and bool(contents.dense or contents.values)
     if not states and not has_dense:
         return
-    from recckpt.dense.saver import Later  # torch, which rows do without
+    from recckpt.dense.saver import Later  # imports torch, which rows do not need
     from recckpt.dense.state_copy import portable
 
     if has_dense:

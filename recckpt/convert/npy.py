@@ -1,4 +1,4 @@
-"""numpy, in and out: a directory with ``id.npy`` and one matrix per slot; also reads one ``.npz`` or one matrix."""
+"""Reads and writes numpy directories with ``id.npy`` and one matrix per slot; also reads one ``.npz`` or matrix."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
         names = list(files.names) if files.is_file else files.ending(_SUFFIX)
         check_is_one_table(files, names)
         directories = sorted({name.rpartition("/")[0] or "." for name in names})
-        if len(directories) > 1:  # each of which may be a table
+        if len(directories) > 1:  # each may be a table
             found, remedy = f"arrays in {', '.join(directories[:5])}", "name the directory of one table"
             raise ConversionError(files.url, "", found=found, expected="the arrays of one table", remedy=remedy)
         left = files.beside(names, "npy")
@@ -47,7 +47,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
         arrays = {tensor.name: tensor for tensor in tensors}
     ids = arrays.pop(options.ids, None)
     if ids is None and len(arrays) == 1:
-        arrays = {options.embedding: next(iter(arrays.values()))}  # one matrix, with the ids 0 to n - 1
+        arrays = {options.embedding: next(iter(arrays.values()))}  # a lone matrix has the ids 0 to n - 1
     if options.embedding not in arrays:
         expected = f"{options.ids!r} and {options.embedding!r}, or one matrix alone"
         raise ConversionError(files.url, "", found=f"arrays {sorted(arrays)}", expected=expected)
@@ -85,10 +85,10 @@ def _array(files: SourceFiles, name: str, opened: Callable[[], BinaryIO]) -> Sou
         raise ConversionError(path, "", found=f"no .npy ({error!s:.100})", expected="an array of numbers") from error
     if item.hasobject or item.names or (is_fortran and len(shape) > 1) or not shape:
         kind = "objects, which need code to read" if item.hasobject else f"{item} of shape {shape}"
-        found, expected = f"{kind}{' in Fortran order' if is_fortran else ''}", "numbers in C order, one row an id"
+        found, expected = f"{kind}{' in Fortran order' if is_fortran else ''}", "numbers in C order, one row per id"
         raise ConversionError(path, "", found=found, expected=expected, remedy="save a plain array")
     row_bytes = math.prod(shape[1:]) * item.itemsize
-    stream: tuple[BinaryIO, int] | None = None  # which is read from front to back, as members of a zip are; its row
+    stream: tuple[BinaryIO, int] | None = None  # open member of a zip, which is read from front to back; its row
 
     def read(first: int, last: int) -> Array:
         nonlocal stream
@@ -127,7 +127,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                 write_header(sink, ID_SPEC, sum(map(len, table.deletes())))
                 for ids in table.deletes():
                     sink.write(ids.data)
-    return export.no_dense("a directory of numpy is for rows; use safetensors")
+    return export.no_dense("a directory of numpy has only rows; use safetensors")
 
 
 def write_header(sink: Sink, slot: SlotSpec, n_rows: int) -> None:

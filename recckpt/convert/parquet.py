@@ -1,4 +1,4 @@
-"""Parquet, in and out: one column of ids, one of vectors, others as slots; an export has one directory per table."""
+"""Reads and writes Parquet: columns of ids, vectors, and other slots; an export has one directory per table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from recckpt.text import Progress
 
 ALL_SLOTS, INCREMENTS, DTYPES = False, True, ("float16", "int8")  # Parquet has no bfloat16
 _SUFFIXES = (".parquet", ".pq")
-_KEY = b"recckpt"  # part of the format: what an export says of a file
+_KEY = b"recckpt"  # key of an export's metadata in a file; part of the format
 _BATCH_ROWS, _FILE_BYTES = 16_384, 1 << 30
 
 
@@ -36,14 +36,14 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    from pyarrow import parquet  # which takes its time
+    from pyarrow import parquet  # slow import
 
     names = list(files.names) if files.is_file else files.ending(*_SUFFIXES)
 
     def batches(name: str) -> Iterator[pa.RecordBatch]:
         with files.open(name) as file:
             for batch in parquet.ParquetFile(file).iter_batches(_BATCH_ROWS):
-                yield batch.replace_schema_metadata(None)  # which differs from file to file
+                yield batch.replace_schema_metadata(None)  # metadata differs from file to file
 
     check_is_one_table(files, names)
     n_rows, tables = 0, set[str]()
@@ -71,7 +71,7 @@ def _exported_table(schema: pa.Schema, path: str) -> str:
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write all tables; for an increment, write each table's deleted ids to a directory beside the table's."""
+    """Write all tables; for an increment, also a directory with each table's deleted ids."""
     of_ids = pa.field("id", pa.int64(), nullable=False)
     for table in export.tables:
         fields = [of_ids]
@@ -85,7 +85,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
             schema = pa.schema([of_ids])
             gone = (pa.RecordBatch.from_arrays([pa.array(each)], schema=schema) for each in table.deletes())
             _write(files, schema, file_name(table.name + DELETES), gone, export.checkpoint)
-    return export.no_dense("Parquet is for rows; use safetensors")
+    return export.no_dense("Parquet has only rows; use safetensors")
 
 
 def _batches(table: TableView, schema: pa.Schema, progress: Progress) -> Iterator[pa.RecordBatch]:
@@ -104,8 +104,8 @@ def _write(
     batches: Iterator[pa.RecordBatch],
     record: Mapping[str, object],
 ) -> None:
-    """Write files of about a gigabyte; at least one, so that readers find the columns."""
-    from pyarrow import parquet  # which takes its time
+    """Write files of about a gigabyte each; at least one file, so that readers find the columns."""
+    from pyarrow import parquet  # slow import
 
     described = schema.with_metadata({_KEY: json.dumps(record)})
     number, batch = 0, next(batches, None)

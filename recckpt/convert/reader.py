@@ -1,4 +1,4 @@
-"""``recckpt.convert.SourceReader``: reads files of another program without importing them."""
+"""``recckpt.convert.SourceReader``: reads files of other programs without importing them."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 
 
 class SourceReader(AbstractContextManager["SourceReader"]):
-    """Reads what another program saved as :class:`recckpt.CheckpointReader` reads a checkpoint; nothing is written.
+    """Reads files of another program as :class:`recckpt.CheckpointReader` reads a checkpoint; nothing is written.
 
-    A dense tensor of one dimension or more is also a table, if slots can have its dtype: the row index is the id, and
-    the row is the slot ``embedding``. There are no checksums: damage to values is not noticed. A look-up reads the
-    whole table, or only the rows asked for if it is a tensor. Files of ``torch.save`` and DCP need torch. Not
+    A dense tensor of one dimension or more, of a dtype that slots support, is also a table: the row index is the id,
+    and the row is the slot ``embedding``. There are no checksums, so damage to values is not noticed. A look-up reads
+    the whole table; in a tensor, only the requested rows. Files of ``torch.save`` and DCP need torch. Not
     thread-safe.
 
     Args:
         path: a file or directory of a format in ``recckpt.convert.SOURCES``; any fsspec URL.
-        format: its name; None to look at the files.
-        options: what the source does not say about itself, as for an import.
+        format: name of the format; None to recognise it by the files.
+        options: facts that the source does not state, as for an import.
 
     Attributes:
-        path: of the source.
-        contents: what it holds.
+        path: path or URL of the source.
+        contents: what the source contains.
         with_rows: the names of the tables, and of the tensors that are also tables.
 
     Raises:
@@ -71,7 +71,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         self._tensors = {tensor.name: tensor for tensor in source.contents.dense}
         self._tables = {table.name: (table, source.rows) for table in source.contents.tables}
         for tensor in source.contents.dense:
-            with suppress(ConversionError):  # a scalar, or of a dtype that no slot has
+            with suppress(ConversionError):  # skips scalars, and dtypes that slots do not support
                 of_rows = TensorTable(tensor.name, None, {EMBEDDING: tensor})
                 rows = tensor_source(SourceContents(""), {}, [of_rows], self.path)
                 self._tables.setdefault(tensor.name, (rows.contents.tables[0], rows.rows))
@@ -97,7 +97,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         return self._table(name).slots
 
     def schema(self, name: str, columns: Collection[str] | None = None) -> pa.Schema:
-        """Return the Arrow schema of the batches of a table: ``id`` and one column a slot."""
+        """Return the Arrow schema of the batches of a table: ``id`` and one column per slot."""
         return table_schema(slot for slot in self.slots(name) if columns is None or slot.name in columns)
 
     def table(
@@ -107,11 +107,11 @@ class SourceReader(AbstractContextManager["SourceReader"]):
 
         Args:
             name: the table or tensor.
-            columns: slots beside ``id``; None for all.
-            ids: only the rows of these ids.
+            columns: slots to read beside ``id``; None for all.
+            ids: yield only the rows of these ids; None for all rows.
 
         Raises:
-            KeyError: no such table, tensor or slot.
+            KeyError: there is no such table, tensor or slot.
             TypeError: ``ids`` are not int64 numbers, or ``columns`` is a single name.
             ConversionError: a file is damaged.
         """
@@ -123,11 +123,11 @@ class SourceReader(AbstractContextManager["SourceReader"]):
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
         """Return one row for each of ``ids``, in their order, and a mask of the ids that the table has.
 
-        Arguments and result are as for :meth:`recckpt.CheckpointReader.lookup`.
+        Arguments and result are those of :meth:`recckpt.CheckpointReader.lookup`.
 
         Raises:
-            KeyError: no such table, tensor or slot.
-            TypeError, ValueError: an argument is of another kind, or ``default`` does not fit the slot.
+            KeyError: there is no such table, tensor or slot.
+            TypeError, ValueError: an argument has a wrong type, or ``default`` does not fit the slot.
             ConversionError: a file is damaged.
         """
         sought, specs = as_ids(ids), {spec.name: spec for spec in self.slots(name)}
@@ -146,12 +146,12 @@ class SourceReader(AbstractContextManager["SourceReader"]):
     def dataset(self, name: str) -> StreamedDataset:
         """Return the rows of a table or tensor as a ``pyarrow.dataset.Dataset``, read anew for each query.
 
-        float16 and bfloat16 come as float32.
+        float16 and bfloat16 are returned as float32.
 
         Raises:
-            KeyError: no such table or tensor.
+            KeyError: there is no such table or tensor.
         """
-        from recckpt.sparse.files.dataset import StreamedDataset, numbers_of, numbers_schema  # takes its time
+        from recckpt.sparse.files.dataset import StreamedDataset, numbers_of, numbers_schema  # slow import
 
         slots = self.slots(name)
 
@@ -177,7 +177,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
 
         Raises:
-            KeyError: no such tensor.
+            KeyError: there is no such tensor.
             ConversionError: a file is damaged.
         """
         return self._tensor(name).whole()
@@ -205,7 +205,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
             if (values.dtype, values.shape) != (NUMPY_DTYPES[item.dtype], shape):
                 found, expected = f"{values.dtype} {values.shape}", f"{item.dtype} {shape}"
                 raise ConversionError(self.path, f"tensor {item.name!r}", found=found, expected=expected)
-            yield len(values.tobytes())  # which reads what was only mapped
+            yield len(values.tobytes())  # reads values that were only mapped
 
     def _tensor(self, name: str) -> SourceTensor:
         if name not in self._tensors:
@@ -218,7 +218,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         return self._tables[name][0]
 
     def _rows(self, table: SourceTable, ids: Int64s | None = None) -> Iterator[SourceRows]:
-        """Yield all rows, or those of sorted, distinct ids."""
+        """Yield all rows; with sorted, distinct ``ids``, only their rows."""
         if ids is None or table in self.contents.tables:
             for rows in self._tables[table.name][1](table):
                 kept = slice(None) if ids is None else np.flatnonzero(is_among(rows.ids, ids))

@@ -1,4 +1,4 @@
-"""A RecIS checkpoint, in and out: tables in blocks of any number of ranks, dense state, objects, positions, step."""
+"""Reads and writes RecIS checkpoints: tables in blocks of any number of ranks, dense state, positions and step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MOST_ID = 2**52
 
 @dataclass(frozen=True)
 class TableSlice:
-    """One rank's part of a table: ids whose remainder by ``size`` lies in [begin, end), and their slots."""
+    """One rank's part of a table: the ids whose remainder modulo ``size`` is in [begin, end), and their slots."""
 
     begin: int
     end: int
@@ -66,7 +66,7 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open a checkpoint; the newest of an output dir."""
+    """Open a checkpoint, or the newest checkpoint of an output dir."""
     if "checkpoint" in files.names and _INDEX not in files.names:
         lines = files.read("checkpoint", 1 << 24).decode("utf-8", "replace").split()
         if not lines:
@@ -79,7 +79,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
     step = _step(extra.pop("global_step", None), files)
     state = load_torch_dict(files, _MODEL) if _MODEL in files.names else {}
     for name in [name for name in state if _OF_FILTERS.fullmatch(name)]:
-        left.append(LeftOut(f"{_MODEL} {name}", "counts steps for a filter of RecIS"))
+        left.append(LeftOut(f"{_MODEL} {name}", "counts steps for an id filter of RecIS"))
         del state[name]
     dense, values = split_values(state, files.path(_MODEL))
     slots = {table.name: [slot.name for slot in table.slots] for table in tables}
@@ -103,7 +103,7 @@ def _table(name: str, slices: list[TableSlice], left: list[LeftOut], url: str) -
     for slot, tensor in slices[0].slots.items():
         is_bool = tensor.dtype == "bool"
         if is_bool:
-            left.append(LeftOut(f"table {name}, slot {slot}", "of bool, is here uint8 of 0 and 1"))
+            left.append(LeftOut(f"table {name}, slot {slot}", "of bool, becomes uint8 of 0 and 1"))
         slots.append(slot_of(slot, replace(tensor, dtype="uint8") if is_bool else tensor, url))
     return SourceTable(name, sum(own.ids.shape[0] for own in slices), tuple(slots))
 
@@ -148,7 +148,7 @@ def _positions(files: SourceFiles) -> list[Mapping[str, Any]]:
 
 
 def _read_blocks(files: SourceFiles) -> tuple[dict[str, list[TableSlice]], dict[str, SourceTensor]]:
-    """Read index, keys and file headers; return each table's slices in order, and the dense blocks by name."""
+    """Read index, keys and file headers; return each table's slices in id order, and the dense blocks by name."""
     for name in (_INDEX, _TENSOR_KEYS):
         files.need(name, "a file that every RecIS checkpoint has; without it nothing can be loaded")
     index, keys = (files.json_object(name, _MAX_JSON_BYTES) for name in (_INDEX, _TENSOR_KEYS))
@@ -160,11 +160,11 @@ def _read_blocks(files: SourceFiles) -> tuple[dict[str, list[TableSlice]], dict[
     tensors: dict[str, SourceTensor] = {}
     for key, number in blocks.items():
         if key not in headers.get(number, {}):
-            expected = f"it in file {names.get(number, number)}, as {_INDEX} says"
+            expected = f"one in file {names.get(number, number)}, as {_INDEX} says"
             raise ConversionError(files.url, f"block {key!r}", found="no such block", expected=expected)
         tensors[key] = headers[number][key]
     for key in keys.keys() - tensors.keys():
-        expected = f"it, from {_TENSOR_KEYS}"
+        expected = f"this block, which {_TENSOR_KEYS} names"
         raise ConversionError(files.path(_INDEX), f"block {key!r}", found="nothing", expected=expected)
     dense: dict[str, SourceTensor] = {}
     for key in (key for key in tensors if key not in keys):
@@ -196,7 +196,7 @@ def _slices(
 
 
 def _whole(url: str, table: str, slices: Mapping[tuple[int, int, int], dict[str, SourceTensor]]) -> list[TableSlice]:
-    """Return a table's slices in order, with this package's slot names; ConversionError if they do not tile the ids."""
+    """Return a table's slices in order, with recckpt's slot names; ConversionError if they do not partition the ids."""
     where, at, listed = f"table {table!r}", 0, []
     first = next(iter(slices.values()))
     for (size, begin, end), slots in sorted(slices.items()):
@@ -235,7 +235,7 @@ def _check_rows(url: str, where: str, own: Mapping[str, SourceTensor], first: Ma
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    left = [LeftOut("random generators", "RecIS saves none")]
+    left = [LeftOut("random generators", "RecIS does not save them")]
     directory = layout.step_id(export.checkpoint["step"] or 0)
     tensors: list[FileTensor] = []
     keys: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The sparse optimizers of RecIS: names of slots and steps there and here, and the conversion both ways."""
+"""The sparse optimizers of RecIS: converts names of slots and steps in both directions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from recckpt.types import is_optimizer_slot
 
 _SCALAR = re.compile(r"sparse_\w+_(step|beta1|beta2)", re.DOTALL)
 _BETAS = ("beta1", "beta2")
-Slots = Mapping[str, Sequence[str]]  # table -> its slots, by their names here
+Slots = Mapping[str, Sequence[str]]  # table -> recckpt's names of its slots
 
 
 @dataclass(frozen=True)
 class Rule:
-    prefix: str  # begins the names of its slots and scalars in RecIS
-    slots: Mapping[str, str]  # names of its slots in RecIS -> here, in the order of the optimizer here
-    # whether it keeps one value a row, of shape (1,) in RecIS and () here, and counts steps by table
+    prefix: str  # prefix of its slots and scalars in RecIS
+    slots: Mapping[str, str]  # RecIS's name of a slot -> recckpt's name, in the order of recckpt's optimizer
+    # whether it keeps one value per row, of shape (1,) in RecIS and () here, and counts steps per table
     is_row_wise: bool = False
-    beta_dtype: type[np.floating[Any]] | None = None  # dtype of its betas in RecIS; None without betas
+    beta_dtype: type[np.floating[Any]] | None = None  # dtype of betas in RecIS; None without betas
 
     @property
     def here(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ ROW_WISE = {here for rule in RULES if rule.is_row_wise for here in rule.here}
 class _Step(NamedTuple):
     name: str
     rule: Rule
-    table: str | None  # None: of all tables
+    table: str | None  # None for all tables
     n: int
 
 
@@ -71,10 +71,10 @@ def state_here(
         elif not _SCALAR.fullmatch(name):
             others.append(tensor if tensor.name == name else replace(tensor, name=name))
         elif name.endswith(_BETAS):
-            left.append(LeftOut(name, "follows from the step and the betas that the optimizer is made with"))
+            left.append(LeftOut(name, "follows from the step and the optimizer's betas"))
         else:
             left.append(LeftOut(name, "counts the steps of an optimizer that recckpt does not have"))
-    unknown = "of an optimizer that recckpt does not have: a slot of this name, which no optimizer reads"
+    unknown = "belongs to an optimizer that recckpt does not have: a slot of this name, which no optimizer reads"
     for table, slots in tables.items():
         names = (slot for slot in slots if is_optimizer_slot(slot) and slot not in SLOT_THERE)
         left += [LeftOut(f"table {table}, slot {slot}", unknown) for slot in names]
@@ -87,15 +87,15 @@ def state_here(
             left.append(LeftOut(step.name, f"a checkpoint has one sparse optimizer, that of {rule.prefix}"))
     if not own:
         return {}, others
-    left.append(LeftOut("hyper-parameters of the sparse optimizer", "RecIS saves none: make it with the same here"))
+    left.append(LeftOut("hyper-parameters of the sparse optimizer", "RecIS saves none: pass the same here"))
     state = _by_table([step for step in steps if step.rule is rule], own, left)
     return {"slots": list(rule.here), "state": state, "param_groups": [{"tables": own}]}, others
 
 
 def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tuple[Rule, str | None] | None:
-    """Return the optimizer (and table, if it counts by table) whose steps a dense block counts; None for others.
+    """Return the optimizer whose steps a dense block counts, and the table if it counts per table; None for others.
 
-    A name can be ambiguous (does ``..._sum_step`` belong to a table ``sum``?): the reading whose slots exist is taken.
+    A name can be ambiguous (does ``..._sum_step`` belong to a table ``sum``?); if so, prefers one whose slots exist.
     """
     owners: list[tuple[Rule, str | None]] = []
     for rule in RULES:
@@ -109,14 +109,14 @@ def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tupl
 
 def _number(tensor: SourceTensor, name: str, url: str) -> int:
     value = tensor.whole().reshape(-1)[0] if tensor.shape in ((), (1,)) else None
-    if value is None or not (0 <= value < 2**63 and value % 1 == 0):  # also of NaN
+    if value is None or not (0 <= value < 2**63 and value % 1 == 0):  # False also for NaN
         found = f"{tensor.dtype} of {tensor.shape}" if value is None else f"{value}"
         raise ConversionError(url, f"dense {name!r}", found=found, expected="a number of steps")
     return int(value)
 
 
 def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut]) -> dict[str, Any]:
-    """Return the step of each table: its own step, else the common step, else the highest step of the merged tables."""
+    """Return table -> step: the table's own step, else the common step, else the highest step of the merged tables."""
     own = {step.table: step.n for step in steps if step.table in names}
     merged = [step for step in steps if step.table is not None and step.table not in names]
     shared = next((step.n for step in steps if step.table is None), max((step.n for step in merged), default=None))
@@ -128,12 +128,12 @@ def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut])
     by_table = {name: {"step": own.get(name, shared)} for name in names if own.get(name, shared) is not None}
     for name in names:
         if name not in by_table:
-            left.append(LeftOut(f"table {name}, steps", "are not there: the optimizer counts them from 0"))
+            left.append(LeftOut(f"table {name}, steps", "are missing: the optimizer counts from 0"))
     return by_table
 
 
 def scalars_there(state: Mapping[str, Any], tables: Slots, left: list[LeftOut]) -> Iterator[tuple[str, Array]]:
-    """Yield the sparse optimizer's scalars under RecIS's names; append to ``left`` what RecIS cannot hold."""
+    """Yield the sparse optimizer's scalars under RecIS's names; append to ``left`` what RecIS cannot store."""
     slots = set(state.get("slots", ()))
     rule = next((each for each in RULES if slots and slots == set(each.here)), None)
     names = [name for name, its_slots in tables.items() if slots <= set(its_slots)] if rule else []

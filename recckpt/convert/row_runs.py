@@ -1,7 +1,7 @@
-"""Sorts rows by bucket through files on disk, in bounded memory.
+"""Sorts rows by bucket, in bounded memory, through a file on disk.
 
-Rows are collected up to the bound, sorted by the hash of their ids, and written to a file as a *run*. A range of
-buckets is then one range of every run.
+Rows are collected up to the memory bound, sorted by the hash of their ids, and written to a file as a *run*. In each
+run, the rows of a range of buckets are consecutive.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from recckpt.types import SlotSpec
 
 Hashes = npt.NDArray[np.uint64]
 BATCH_BYTES = 8 << 20
-_RANGE_BYTES = 32 << 20  # of rows that are put in order at once
+_RANGE_BYTES = 32 << 20  # bytes of rows to sort at once
 
 
 class _SortedRun(NamedTuple):
     hashes: Hashes
-    columns: Sequence[npt.NDArray[np.void]]  # ids first
+    columns: Sequence[npt.NDArray[np.void]]  # column of ids, then the slots
 
     def at(self, bucket: int) -> int:
-        """Return the first row at or after a bucket."""
+        """Return the index of the first row at or after a bucket."""
         if bucket == N_BUCKETS:
             return len(self.hashes)
         return int(np.searchsorted(self.hashes, np.uint64(bucket << 48)))
@@ -50,11 +50,11 @@ class RowRuns:
         self._file: IO[bytes] | None = None
         self._waiting: list[SourceRows] = []
         self._n_waiting = self._at = self.n_rows = 0
-        self._places: list[tuple[int, Sequence[int]]] = []  # rows of each run, and where its columns begin
+        self._places: list[tuple[int, Sequence[int]]] = []  # of each run: rows, and offsets of columns
         self._runs: list[_SortedRun] = []
 
     def add(self, rows: SourceRows) -> None:
-        """Add rows; the arrays are copied only when a run is written."""
+        """Add rows; their arrays must not change, because they are copied only when a run is written."""
         self._waiting.append(rows)
         self._n_waiting += len(rows.ids)
         self.n_rows += len(rows.ids)
@@ -62,7 +62,7 @@ class RowRuns:
             self._write_run()
 
     def finish(self) -> None:
-        """Write the remaining rows; ConversionError if an id is there twice."""
+        """Write the remaining rows; ConversionError if an id occurs twice."""
         if self._n_waiting:
             self._write_run()
         self._runs = [] if self._file is None else self._mapped(np.memmap(self._file, np.uint8, "r"))
@@ -71,7 +71,7 @@ class RowRuns:
             if len(twice := repeated(hashes)):
                 run = next(run for run in self._runs if twice[0] in run.hashes)
                 id_ = run.columns[0].view(np.int64)[np.searchsorted(run.hashes, twice[0])]
-                path, remedy = f"table {self.table.name!r}", "keep one row an id"
+                path, remedy = f"table {self.table.name!r}", "keep one row per id"
                 raise ConversionError(path, "", found=f"id {id_} twice", expected="every id once", remedy=remedy)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class RowRuns:
         return np.append(up_to, self.n_rows)
 
     def _between(self, begin: int, end: int) -> list[npt.NDArray[np.void]]:
-        """Return the rows of buckets [begin, end) in order: an array of bytes for the ids and each slot."""
+        """Return the rows of buckets [begin, end) in order: one array of bytes for the ids, and one for each slot."""
         places = [(run, slice(run.at(begin), run.at(end))) for run in self._runs]
         order = np.argsort(np.concatenate([run.hashes[place] for run, place in places]), kind="stable")
         of_runs = [[column[place] for column in run.columns] for run, place in places]

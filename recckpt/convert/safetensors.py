@@ -1,7 +1,7 @@
-"""safetensors, in and out: one file, several with an index, or the shards that torch writes.
+"""Reads and writes safetensors: one file, several files with an index, or the shards that torch writes.
 
-``HuggingFaceStorageWriter(save_distributed=True)`` writes files with parts of tensors. The metadata of each file gives
-the offset of each tensor, whole tensors included, but not the number of shards.
+``HuggingFaceStorageWriter(save_distributed=True)`` writes files with parts of tensors. Each file's metadata has the
+offset of each tensor, also of whole tensors, but not the number of shards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recckpt.text import Progress, plural
 
 ALL_SLOTS, INCREMENTS, DTYPES = False, False, ("float16", "bfloat16", "int8")
 _SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_METADATA = "recckpt"  # part of the format: what an export says of its tables
+_METADATA = "recckpt"  # key of an export's tables in the metadata; part of the format
 _MAX_INDEX_BYTES = 1 << 28
 _SHARDING, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"  # keys of torch's metadata
 _WHOLE = re.compile(r"(.*/)?model-\d+-of-\d+\.safetensors", re.ASCII)
@@ -43,7 +43,7 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open one file, the files that an index names, the only file of a directory, or all shards in a directory."""
+    """Open one file, the files that an index names, the only file in a directory, or all shards in a directory."""
     if files.is_file and files.names[0].endswith(_INDEX_SUFFIX):
         files = SourceFiles(files.url.rpartition("/")[0] or ".")
     parts = {name: read_header(files, name) for name in _parts(files)}
@@ -53,9 +53,9 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
     tensors = _joined(parts, files) if are_shards else _whole(parts, files)
     tables = _own_tables(parts, tensors, files) + wished_tables(tensors, options, files.url)
     others = {key for part in parts.values() for key in part.metadata} - {_METADATA, "format", _SHARDING, _VERSION}
-    left = [LeftOut(f"__metadata__ {key}", "checkpoints have no place for it") for key in sorted(others)]
+    left = [LeftOut(f"__metadata__ {key}", "checkpoints cannot store it") for key in sorted(others)]
     if are_shards:
-        reason = f"tensors are put together from {plural(len(parts), 'file')}; torch does not record their number"
+        reason = f"tensors are joined from {plural(len(parts), 'file')}; torch does not record how many there should be"
         left.append(LeftOut(f"__metadata__ {_SHARDING}", reason))
     return tensor_source(SourceContents("safetensors", left_out=tuple(left)), tensors, tables, files.url)
 
@@ -67,8 +67,8 @@ def _whole(parts: dict[str, TensorFile], files: SourceFiles) -> dict[str, Source
     tensors: dict[str, SourceTensor] = {}
     for name, part in parts.items():
         for key in tensors.keys() & part.tensors.keys():
-            path, found = files.path(name), "it in another file too"
-            raise ConversionError(path, f"tensor {key!r}", found=found, expected="it once")
+            path, found = files.path(name), "it also in another file"
+            raise ConversionError(path, f"tensor {key!r}", found=found, expected="each tensor once")
         tensors |= part.tensors
     return tensors
 
@@ -114,9 +114,9 @@ def _own_tables(
 def _joined(parts: Mapping[str, TensorFile], files: SourceFiles) -> dict[str, SourceTensor]:
     """Return the tensors of a directory of shards; ConversionError for missing or repeated values."""
     if files.is_file:
-        found = "a file whose tensors may go on in other shards"
+        found = "a file whose tensors may continue in other shards"
         expected = "the directory with all shards of the save"
-        remedy = "give the directory; if the file is whole, call it model-00001-of-00001.safetensors, as torch does"
+        remedy = "name the directory; if the file is complete, name it model-00001-of-00001.safetensors, as torch does"
         raise ConversionError(files.url, _SHARDING, found=found, expected=expected, remedy=remedy)
     pieces: dict[str, list[tuple[SourceTensor, tuple[int, ...]]]] = {}
     for name, part in parts.items():
@@ -145,7 +145,7 @@ def _offsets(name: str, part: TensorFile, files: SourceFiles) -> _Offsets:
         listed = json.loads(text)
         offsets = {key: tuple(listed[key]["saved_offsets"]) for key in part.tensors}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        expected = "where each tensor begins"
+        expected = "the offsets of each tensor"
         raise ConversionError(files.path(name), _SHARDING, found=f"{text:.80}", expected=expected) from error
     for key, its_offsets in offsets.items():
         if not are_counts(list(its_offsets)) or len(its_offsets) != len(part.tensors[key].shape):
@@ -158,7 +158,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     tensors = list(dense_tensors(export, files.url))
     for table in export.tables:
         tensors += table_tensors(table, partial("{}.{}".format, table.name))
-    # As the library has them, so that values are aligned.
+    # In the order that the library uses, so that values are aligned.
     tensors.sort(key=lambda tensor: (-NUMPY_DTYPES[tensor.dtype].itemsize, tensor.name))
     names = [tensor.name for tensor in tensors]
     if len(set(names)) < len(names):

@@ -1,6 +1,6 @@
 """Reads and writes the safetensors format without its library: a JSON header, checked before use, then the values.
 
-Follows the format's own description (github.com/huggingface/safetensors). RecIS writes ``bool`` in lower case.
+Follows the format's specification (github.com/huggingface/safetensors). RecIS writes ``bool`` in lower case.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from recckpt.format.tensor_index import MAX_DIMS, NUMPY_DTYPES
 from recckpt.storage import Sink
 from recckpt.text import Progress
 
-MAX_HEADER_BYTES = 100_000_000  # of the library
-_DTYPES = {  # code -> dtype
+MAX_HEADER_BYTES = 100_000_000  # limit of the library
+_DTYPES = {  # code in the file -> dtype
     **{"BOOL": "bool", "bool": "bool"},
     **{f"{letter}{bits}": f"{kind}int{bits}" for bits in (8, 16, 32, 64) for letter, kind in (("U", "u"), ("I", ""))},
     **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "C64": "complex64"},
@@ -37,7 +37,7 @@ class TensorFile:
 
 
 def read_header(files: SourceFiles, name: str) -> TensorFile:
-    """Return the tensors of a file, whose values are read later; ConversionError for a wrong header."""
+    """Return the tensors of a file, without their values; ConversionError for an invalid header."""
     path, size = files.path(name), files.size(name)
     with files.open(name) as file:
         head = file.read(8)
@@ -59,7 +59,7 @@ def _parsed(data: bytes, path: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            raise ValueError("a name is there twice")
+            raise ValueError("a name occurs twice")
         return dict(pairs)
 
     try:
@@ -68,7 +68,7 @@ def _parsed(data: bytes, path: str) -> dict[str, Any]:
             return header
         problem = "no object"
     except (ValueError, RecursionError) as error:
-        problem = f"no JSON ({error!s:.100})"
+        problem = f"invalid JSON ({error!s:.100})"
     raise ConversionError(path, "its header", found=problem, expected="a JSON object")
 
 
@@ -97,12 +97,12 @@ def _tensor(files: SourceFiles, name: str, key: str, entry: Any, begin: int) -> 
 
 
 def _check_places(path: str, header: Mapping[str, Any], n_bytes: int) -> None:
-    """Raise ConversionError if values of tensors overlap, leave gaps, or exceed the file."""
+    """Raise ConversionError if values of tensors overlap, leave gaps, or extend beyond the file."""
     at = 0
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["data_offsets"][0] != at:
             found = f"values at byte {entry['data_offsets'][0]}"
-            raise ConversionError(path, f"tensor {key!r}", found=found, expected=f"at {at}, behind the one before")
+            raise ConversionError(path, f"tensor {key!r}", found=found, expected=f"at {at}, after the previous tensor")
         at = entry["data_offsets"][1]
     if at != n_bytes:
         remedy = "the file is cut: copy it again" if at > n_bytes else ""
@@ -132,7 +132,7 @@ def header_of(tensors: Sequence[FileTensor], metadata: Mapping[str, str] | None 
 
 
 def write_file(sink: Sink, header: Mapping[str, object], tensors: Sequence[FileTensor], progress: Progress) -> None:
-    """Write a file; at least one space ends the header, as in RecIS."""
+    """Write a file; at least one space ends the header, as RecIS requires."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (8 - len(text) % 8)
     sink.write(len(text).to_bytes(8, "little") + text)
@@ -143,7 +143,7 @@ def write_file(sink: Sink, header: Mapping[str, object], tensors: Sequence[FileT
 
 
 def dense_tensors(export: Export, url: str) -> Iterator[FileTensor]:
-    """Yield the dense tensors; ConversionError for a dtype that the format lacks."""
+    """Yield the dense tensors; ConversionError for a dtype that the format does not support."""
     for tensor in export.dense():
         if tensor.dtype not in _CODES:
             found = f"tensor {tensor.name!r} of {tensor.dtype}"
@@ -152,7 +152,7 @@ def dense_tensors(export: Export, url: str) -> Iterator[FileTensor]:
 
 
 def table_tensors(table: TableView, name_of: Callable[[str], str]) -> Iterator[FileTensor]:
-    """Yield the columns of a table, ids first, each read by its own pass over the rows."""
+    """Yield the columns of a table, ids first; each column is read in a separate pass over the rows."""
     yield FileTensor(name_of("id"), "int64", (table.n_rows,), lambda: (ids.tobytes() for ids in table.ids()))
     for slot in table.slots:
         pieces = partial(table.column, slot.name)

@@ -1,4 +1,4 @@
-"""The undamaged rows and tensors of a damaged checkpoint, and a list of what is skipped."""
+"""Reads undamaged rows and tensors of a damaged checkpoint, and lists what is skipped."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _EVERYWHERE = (0, N_BUCKETS)
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows or a tensor that an export left out because their file, or a newer link of the chain, is damaged.
+    """Rows or a tensor that an export omits, because their file or a newer link of the chain is damaged.
 
     Attributes:
-        file: the damaged file, as named under the output dir.
-        reason: what is wrong with it.
-        table: the table whose rows are missing; "" for anything but rows.
-        batch: index of the batch in the part; None for all batches of the table in it.
-        buckets: the range of buckets [begin, end) in which rows are missing; None for anything but rows.
+        file: path of the damaged file in the output dir.
+        reason: what is wrong with the file.
+        table: the table whose rows are missing; "" if no rows are missing.
+        batch: index of the batch in the part; None for all batches of the table in the part.
+        buckets: the range of buckets [begin, end) in which rows are missing; None if no rows are missing.
         rows: number of missing rows according to the catalog; None if the catalog is damaged, 0 for deletes.
-        tensor: name of a dense tensor; "" for anything else.
+        tensor: name of a missing dense tensor; "" if no tensor is missing.
     """
 
     file: str
@@ -63,22 +63,22 @@ class _Whole:
     link: Checkpoint
     part: Part
     number: int
-    kept: npt.NDArray[np.bool_] | None  # mask of the rows that count; None for all
+    kept: npt.NDArray[np.bool_] | None  # mask of the rows to return; None for all
     n_rows: int
 
 
 class WholeRows:
-    """The undamaged rows of a table that no newer link may have changed. Reads the whole table when made.
+    """The undamaged rows of a table that no newer link may have changed. The constructor reads the whole table.
 
-    A row of an older link is left out if a newer link lost rows or deletes in its bucket: it may be out of date or
-    deleted. So every returned row has its value in the checkpoint. Uses 8 bytes of memory per row of newer links and 1
-    byte per row of older links.
+    A row of an older link is omitted if a newer link lost rows or deletes in its bucket, because the row may be out of
+    date or deleted. So every returned row has its value in the checkpoint. Uses 8 bytes of memory per row of newer
+    links and 1 byte per row of older links.
     """
 
     def __init__(self, storage: Storage, checkpoint: Checkpoint, table: str) -> None:
         self._storage, self._entry = storage, checkpoint.manifest.named_table(table)
         self.skipped: list[Skipped] = []
-        self._doubtful: list[Skipped] = []  # rows that are whole, and may be out of date
+        self._doubtful: list[Skipped] = []  # undamaged rows that may be out of date
         self._whole: list[_Whole] = []
         self._newer, self._is_doubtful = NamedIds(), np.zeros(N_BUCKETS, np.bool_)
         for link in links_there(storage, checkpoint):
@@ -89,7 +89,7 @@ class WholeRows:
                 self._is_doubtful[slice(*skipped.buckets or _EVERYWHERE)] = True
         if not self.skipped and self.n_rows != self._entry.rows:
             path, n_rows = layout.join(checkpoint.directory, layout.MANIFEST), self._entry.rows
-            reason = f"{n_rows} rows, where its catalogs have {self.n_rows}"
+            reason = f"{n_rows} rows, but its catalogs list {self.n_rows}"
             self._skip(path, reason, _EVERYWHERE, max(0, n_rows - self.n_rows))
         self.skipped += self._doubtful
 
@@ -98,7 +98,7 @@ class WholeRows:
         return sum(whole.n_rows for whole in self._whole)
 
     def batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows with these slots; CorruptCheckpointError if a file has become damaged since."""
+        """Yield the rows with these slots; CorruptCheckpointError if a file was damaged after the constructor ran."""
         for (directory, _), group in groupby(self._whole, lambda whole: (whole.link.directory, whole.part.file)):
             first, *others = group
             reader = DamagedPart(files_of(self._storage, first.link), directory, first.part, self._entry.slots, names)
@@ -107,9 +107,9 @@ class WholeRows:
                 yield record_batch(reader.specs, columns if whole.kept is None else [c[whole.kept] for c in columns])
 
     def _is_last(self, link: Checkpoint | CorruptCheckpointError) -> bool:
-        """Find the undamaged rows of a link; return whether to ignore all older links."""
+        """Find the undamaged rows of a link; return whether no row of any older link is valid."""
         if isinstance(link, CorruptCheckpointError):
-            self._skip(link.path, f"{link.found}: what it and older links have is unknown", _EVERYWHERE, None)
+            self._skip(link.path, f"{link.found}: the rows of this and of older links are unknown", _EVERYWHERE, None)
             return True
         entry = link.manifest.table(self._entry.name)
         if entry is None or entry.slots != self._entry.slots:
@@ -125,14 +125,14 @@ class WholeRows:
         named: list[Int64s] = []
         for part, number, ids in self._batches(link, catalogs):
             if link.manifest.parent is not None:
-                named.append(ids.copy())  # as ids keep the bytes of their part
+                named.append(ids.copy())  # copied, because a view would keep the bytes of the whole part in memory
             if part.holds == "deletes":
                 continue
             if is_compared:
                 repeated = ids[~own.is_new(ids)]
                 own.add(ids)
                 if len(repeated):
-                    self._skip_batches(link, part, [number], f"id {repeated[0]}, which another batch has too")
+                    self._skip_batches(link, part, [number], f"id {repeated[0]}, which is also in another batch")
                     continue
             is_new = self._newer.is_new(ids)
             kept = is_new & ~self._is_doubtful[bucket_of(ids)]
@@ -142,14 +142,14 @@ class WholeRows:
         if n_doubtful:
             marked = np.flatnonzero(self._is_doubtful)
             buckets = int(marked[0]), int(marked[-1]) + 1
-            reason = "may have changed or been deleted in newer links, which lack rows of some of these buckets"
+            reason = "may have changed or been deleted in newer links, which lost rows of some of these buckets"
             self._doubtful.append(Skipped(link.directory, reason, self._entry.name, buckets=buckets, rows=n_doubtful))
         self._newer.add(*named)
-        if len(catalogs) == len(link.manifest.shards):  # else what is unknown is skipped already
+        if len(catalogs) == len(link.manifest.shards):  # else the unknown rows are already in ``skipped``
             self._compare_counts(link, catalogs)
 
     def _compare_counts(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> None:
-        """Add the rows and deletes to ``skipped`` that the manifest counts but no catalog lists."""
+        """Add to ``skipped`` the rows and deletes that the manifest counts but no catalog lists."""
         entry = link.manifest.named_table(self._entry.name)
         path = layout.join(link.directory, layout.MANIFEST)
         deletes = entry.delta.deletes if entry.delta else 0
@@ -158,7 +158,7 @@ class WholeRows:
             counted = sum(catalog.counts(kind).get(entry.name, 0) for catalog in catalogs)
             if counted != recorded:
                 n_rows = max(0, recorded - counted) if kind == "rows" else 0
-                self._skip(path, f"{recorded} {kind}, where its catalogs have {counted}", _EVERYWHERE, n_rows)
+                self._skip(path, f"{recorded} {kind}, but its catalogs list {counted}", _EVERYWHERE, n_rows)
 
     def _catalogs(self, link: Checkpoint) -> Iterator[Catalog]:
         files = files_of(self._storage, link)
@@ -168,13 +168,13 @@ class WholeRows:
                 with lost_is_damage(path):
                     catalog = read_catalog(link, files, number)
             except (CorruptCheckpointError, FormatVersionError) as error:
-                if shard.buckets != (0, 0):  # or it has no rows
-                    self._skip(path, f"{problem_of(error)}: nothing vouches for its rows", shard.buckets, None)
+                if shard.buckets != (0, 0):  # without buckets, a shard has no rows
+                    self._skip(path, f"{problem_of(error)}: its rows cannot be checked", shard.buckets, None)
             else:
                 yield catalog
 
     def _batches(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> Iterator[tuple[Part, int, Int64s]]:
-        """Yield the ids of undamaged batches; skip damaged ones, and those with an id that their shard also deletes."""
+        """Yield the ids of undamaged batches; skip damaged batches, and batches with an id that their shard deletes."""
         for catalog in catalogs:
             deleted = NamedIds()
             for part, number, ids in self._whole_batches(link, catalog):
@@ -182,17 +182,17 @@ class WholeRows:
                 if part.holds == "deletes":
                     deleted.add(ids)
                 elif len(both):
-                    self._skip_batches(link, part, [number], f"id {both[0]}, which its shard deletes too")
+                    self._skip_batches(link, part, [number], f"id {both[0]}, which its shard also deletes")
                     continue
                 yield part, number, ids
 
     def _whole_batches(self, link: Checkpoint, catalog: Catalog) -> Iterator[tuple[Part, int, Int64s]]:
-        """Yield the ids of the batches whose columns are undamaged, deletes first; skip damaged batches."""
+        """Yield the ids of batches with undamaged columns, deletes first; skip damaged batches."""
         files = files_of(self._storage, link)
         for part, numbers, order in (
             (*each, order)
             for kind in ("deletes", "rows")
-            for order in (IdCheck(),)  # of all batches of the shard: a catalog could list one twice
+            for order in (IdCheck(),)  # shared by all batches of the shard: a catalog could list one twice
             for each in catalog.parts_of(self._entry.name, kind)
         ):
             path, slots = layout.join(link.directory, part.file), self._entry.slots if part.holds == "rows" else ()
@@ -225,10 +225,10 @@ class WholeRows:
 
 
 def whole_tensors(files: OpenFiles, checkpoint: Checkpoint, skipped: list[Skipped], *, read: bool) -> DenseTensors:
-    """Return the dense tensors without those that have a damaged block; none if an index is damaged.
+    """Return the dense tensors that have no damaged block; no tensors if an index is damaged.
 
-    Adds what is left out to ``skipped``. Checks values only if ``read`` is set, because a caller that does not export
-    them need not check them.
+    Adds the others to ``skipped``. Checks values only if ``read`` is set, because a caller that does not export them
+    does not need the check.
     """
     directory, manifest = checkpoint.directory, checkpoint.manifest
     try:

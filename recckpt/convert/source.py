@@ -1,4 +1,4 @@
-"""What an import reads from, in any format: first its contents, then its rows as a stream."""
+"""The interface of import sources of any format: first the contents, then the rows as a stream."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from recckpt.types import SlotSpec, check_table_name
 
 Array = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
-STEP_BYTES = 16 << 20  # of rows that a source reads at once
+STEP_BYTES = 16 << 20  # bytes of rows that a source reads at once
 ID_REMEDY = "ids are int64: hash or number them first"
 _RESERVED = frozenset({"", "id", "table", "op"})  # part of the format
 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Some rows of a table: ids, and one array per slot, of shape (rows, *slot_shape), in the order of the slots.
+    """Some rows of a table: ids, and one array of shape (rows, *slot_shape) per slot, in the order of the slots.
 
-    Values of bfloat16 come as uint16 bit patterns.
+    Values of bfloat16 are uint16 bit patterns.
     """
 
     ids: Int64s
     columns: Sequence[Array]
 
     def checked(self, table: SourceTable) -> SourceRows:
-        """Return the rows, contiguous; ConversionError if they do not match the slots of their table."""
+        """Return the rows as contiguous arrays; ConversionError if they do not match the slots of their table."""
         for slot, column in zip(table.slots, self.columns, strict=True):
             expected: tuple[Any, ...] = (NUMPY_DTYPES[slot.dtype], (len(self.ids), *slot.shape))
             if (column.dtype, column.shape) != expected:
@@ -55,12 +55,12 @@ class SourceTable:
         return 8 + sum(slot.row_bytes for slot in self.slots)
 
     def steps(self, n_rows: int) -> Iterator[tuple[int, int]]:
-        """Yield the consecutive ranges [begin, end) in which ``n_rows`` rows are read."""
+        """Split ``n_rows`` rows into consecutive ranges [begin, end), each to be read at once."""
         step = max(1, STEP_BYTES // self.row_bytes)
         yield from ((begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step))
 
     def check(self, source: str) -> None:
-        """Raise ConversionError if the table's name or a slot's name is not valid in a checkpoint."""
+        """Raise ConversionError if the table's name or a slot's name is invalid in a checkpoint."""
         try:
             check_table_name(self.name)
         except ValueError as error:
@@ -73,13 +73,13 @@ class SourceTable:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a source; its values are read on request, as bits if numpy lacks the dtype."""
+    """A tensor of a source; its values are read on request, as bit patterns if numpy lacks the dtype."""
 
-    name: str  # in the source
+    name: str  # name in the source
     dtype: str  # a name of :data:`recckpt.format.tensor_index.NUMPY_DTYPES`
-    shape: tuple[int, ...]  # of all of it
-    same: Hashable  # equal for tensors that are the same one in memory (tied)
-    # returns rows [begin, end) of the first dimension; of a scalar, read(0, 1) has shape (1,)
+    shape: tuple[int, ...]  # shape of the whole tensor
+    same: Hashable  # equal for tensors that share memory (tied)
+    # returns rows [begin, end) of the first dimension; for a scalar, read(0, 1) has shape (1,)
     read: Callable[[int, int], Array]
 
     @property
@@ -92,7 +92,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something in a source that the result lacks, or has in another form, and the reason."""
+    """Something in a source that the result lacks, or has in another form, with the reason."""
 
     name: str
     reason: str
@@ -100,24 +100,24 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class SourceContents:
-    format: str  # its name, such as ``"recis"``
-    tables: tuple[SourceTable, ...] = ()  # in the order in which they are read
+    format: str  # name of the format, such as ``"recis"``
+    tables: tuple[SourceTable, ...] = ()  # in reading order
     dense: tuple[SourceTensor, ...] = ()  # tensors of the model
-    values: Mapping[str, Any] = field(default_factory=dict)  # plain values beside them, which go to ``model.pt``
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain values of the model, for ``model.pt``
     extra: Mapping[str, Any] = field(default_factory=dict)  # states of registered objects
-    io_state: Sequence[Mapping[str, Any]] = ()  # positions in the data, one dict a rank
+    io_state: Sequence[Mapping[str, Any]] = ()  # positions in the data, one dict per rank
     # ``parameter@optimizer`` of the optimizers among the registered objects that name their parameters
     dense_opt: Sequence[str] = ()
     lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # optimizer -> its class and bases
     step: int | None = None  # None if unknown
-    left_out: tuple[LeftOut, ...] = ()  # what is left out, or changes its form
+    left_out: tuple[LeftOut, ...] = ()  # what is omitted, or changes its form
 
 
 @dataclass(frozen=True)
 class ImportSource:
-    """An open source. Everything that can be checked without reading its rows has been checked."""
+    """An open source. Everything that can be checked without reading rows has been checked."""
 
-    contents: SourceContents  # what it holds
+    contents: SourceContents  # contents of the source
     # yields all rows of a table in any order, some megabytes at a time, and closes each file once it is read;
     # ConversionError if a value does not match the contents
     rows: Callable[[SourceTable], Iterator[SourceRows]]
@@ -128,14 +128,14 @@ class ImportOptions:
     """Facts about a source that its files do not state, supplied by the caller.
 
     Attributes:
-        table: the name of the one table in files of rows; "" for the file's name.
-        ids: the column of ids in files of rows.
-        embedding: the column of vectors in files of rows.
-        slots: the other columns of Parquet and Arrow files that become slots; None for all.
-        as_table: tensors to import as tables -> the tensor of their ids, None for 0 to n - 1.
-        names: names of tables in the source -> their names in the checkpoint; for any format.
-        model: the model of the optimizers in a file of torch.save; None if the file names their parameters.
-        optimizers: its live optimizers, by the names of their states in the file.
+        table: name of the only table in files of rows; "" for the file's name.
+        ids: column of ids in files of rows.
+        embedding: column of vectors in files of rows.
+        slots: other columns of Parquet and Arrow files that become slots; None for all.
+        as_table: tensor to import as a table -> the tensor of its ids, None for 0 to n - 1.
+        names: name of a table in the source -> its name in the checkpoint; for any format.
+        model: model of the optimizers in a file of torch.save; None if the file names their parameters.
+        optimizers: for a file of torch.save: name of an optimizer's state in the file -> live optimizer.
     """
 
     table: str = ""
@@ -149,7 +149,7 @@ class ImportOptions:
 
 
 def int64_ids(values: Array, path: str, where: str) -> Int64s:
-    """Return ids as int64; ConversionError for floats, values beyond int64, and other than one dimension."""
+    """Return ids as int64; ConversionError for floats, values beyond int64, or more or less than one dimension."""
     if values.ndim != 1:
         raise ConversionError(path, where, found=f"ids of shape {values.shape}", expected="one dimension")
     if values.dtype.kind not in "iu":

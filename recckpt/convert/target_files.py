@@ -27,15 +27,15 @@ RECORDS = {  # the files that describe an export
     "embedding": "metadata.json",
     "dcp": "recckpt.json",
 }
-DELETES = ".deletes"  # after the name of a table: the directory of the ids that an increment deletes
-FORMAT = "recckpt-export"  # in what describes an export
+DELETES = ".deletes"  # suffix of a table's name: directory of the ids that an increment deletes
+FORMAT = "recckpt-export"  # name of the metadata format
 _READ_AGAIN = ("parquet", "npy")
 _MAX_BYTES = 1 << 26
-_EXISTS = "it exists, expected a new name: remove it, or write to another name"
+_EXISTS = "exists, expected a new name: remove it, or write to another name"
 
 
 class TargetFiles:
-    """Writes the files of a target, a directory or one file; an error in the block removes them all."""
+    """Writes the files of a target, a directory or one file; an error in the block removes all of them."""
 
     def __init__(self, url: str) -> None:
         self.url, self._made = url, dict[str, Sink]()
@@ -68,12 +68,12 @@ class TargetFiles:
     def create(self, *names: str) -> Sink:
         """Open a new file below the target, or the target itself.
 
-        ConversionError if it was made already: an object store would silently replace the first.
+        ConversionError if this target has made the file already, which an object store would silently replace.
         """
         path = layout.join(self._name, *names)
         if path in self._made:
-            found, expected = f"{'/'.join(names)} already, of another table or slot", "a file for each"
-            raise ConversionError(self.url, "", found=found, expected=expected, remedy="export the tables apart")
+            found, expected = f"{'/'.join(names)} already, for another table or slot", "a file for each"
+            raise ConversionError(self.url, "", found=found, expected=expected, remedy="export the tables separately")
         if not self._made:
             try:
                 self._storage.check_there()
@@ -97,24 +97,24 @@ def scratch(stack: ExitStack, dtype: np.dtype[Any], shape: tuple[int, ...]) -> A
 
 
 def file_name(table: str) -> str:
-    """Return a table's name encoded so that it is valid on any file system; ConversionError if it is too long."""
+    """Return a table's name in an encoding that any file system accepts; ConversionError if it is too long."""
     name = layout.encode_name(table)
     if len(name) > layout.MAX_ID_BYTES:
         found, expected = f"a name of {len(name)} bytes once encoded", f"at most {layout.MAX_ID_BYTES} in a file name"
-        remedy = "leave it out, or take a format that is one file, such as safetensors"
+        remedy = "omit the table, or choose a format of one file, such as safetensors"
         raise ConversionError(f"table {name[:40]}...", "", found=found, expected=expected, remedy=remedy)
     return name
 
 
 def exported_tables(files: SourceFiles, format: str) -> list[str]:
-    """Return the tables of an export in this format; [] for other files; ConversionError for an increment."""
+    """Return the tables of an export in this format; [] for other programs' files; ConversionError for an increment."""
     name = RECORDS[format] if format in _READ_AGAIN else ""
     if files.is_file or name not in files.names:
         return []
     try:
         record = json.loads(files.read(name, _MAX_BYTES))
     except (ValueError, RecursionError):
-        return []  # of another program
+        return []  # another program wrote the file
     if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("tables"), dict):
         return []
     check_is_whole(record, files.path(name))
@@ -130,7 +130,7 @@ def check_is_whole(record: Mapping[str, Any], path: str) -> None:
 
 
 def check_is_one_table(files: SourceFiles, names: Sequence[str]) -> None:
-    """Raise ConversionError if the files hold the deleted ids of an increment."""
+    """Raise ConversionError if the files contain the deleted ids of an increment."""
     for name in names:
         above = f"{files.url.rstrip('/')}/{name}" if not files.is_file else files.url
         if any(part.endswith(DELETES) for part in above.split("/")[:-1]):
@@ -144,7 +144,7 @@ def open_tables(
     options: ImportOptions,
     opened: Callable[[SourceFiles, ImportOptions], ImportSource],
 ) -> ImportSource:
-    """Open the directory of each table; ConversionError if one is missing, or options are for one table."""
+    """Open the directory of each table; ConversionError if one is missing, or if options apply to only one table."""
     left = [
         LeftOut(f"table {each}", "not asked for")
         for each in tables
@@ -153,7 +153,7 @@ def open_tables(
     tables = [options.table] if options.table in tables else tables
     if options.table and len(tables) > 1:
         expected = f"the name of one: {', '.join(tables)}"
-        remedy = "name the directory of one table, or leave out the name"
+        remedy = "name the directory of one table, or omit the name"
         raise ConversionError(files.url, "", found=f"{len(tables)} tables", expected=expected, remedy=remedy)
     sources = {}
     for table in tables:

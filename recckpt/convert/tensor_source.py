@@ -1,4 +1,4 @@
-"""A source of named tensors: dense state, except the tensors that become tables."""
+"""A source of named tensors: dense state, and tensors that become tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
 
 @dataclass(frozen=True)
 class TensorTable:
-    """A table made of tensors: the ids, None for 0 to n - 1, and a tensor for each slot."""
+    """A table made of tensors: one for each slot, and one for the ids, or None for the ids 0 to n - 1."""
 
     name: str
     ids: SourceTensor | None
@@ -36,7 +36,7 @@ class TensorTable:
 
 @dataclass(frozen=True)
 class SourceBox:
-    """A box of a tensor; ``read`` returns its rows [begin, end); a scalar's value by ``read(0, 1)``."""
+    """A tile of a tensor; ``read(begin, end)`` returns its rows; for a scalar, ``read(0, 1)`` returns the value."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -50,9 +50,9 @@ class SourceBox:
 def tensor_source(
     contents: SourceContents, tensors: Mapping[str, SourceTensor], tables: Sequence[TensorTable], path: str
 ) -> ImportSource:
-    """Return a source whose dense tensors are the tensors that are not part of a table.
+    """Return a source whose dense tensors are all tensors that are not part of a table.
 
-    ``contents`` has everything that is neither a tensor nor a row. ConversionError if a table's tensors do not fit
+    ``contents`` has everything except tensors and rows. ConversionError if the tensors of a table do not fit
     together.
     """
     by_name = {table.name: table for table in tables}
@@ -76,7 +76,7 @@ def _listed(table: TensorTable, path: str) -> SourceTable:
     n_rows = {tensor.name: tensor.shape[:1] for tensor in (*of_ids, *table.slots.values())}
     if len(set(n_rows.values())) > 1 or () in n_rows.values():
         found = ", ".join(f"{name!r} of {shape}" for name, shape in n_rows.items())
-        raise ConversionError(path, f"table {table.name!r}", found=found, expected="one row an id in each")
+        raise ConversionError(path, f"table {table.name!r}", found=found, expected="one row per id in each")
     for tensor in of_ids:
         where = f"tensor {tensor.name!r}"
         if not tensor.dtype.startswith(("int", "uint")):
@@ -89,9 +89,9 @@ def _listed(table: TensorTable, path: str) -> SourceTable:
 
 
 def slot_of(name: str, tensor: SourceTensor, path: str) -> SlotSpec:
-    """Return the slot that holds a tensor; ConversionError for a dtype or shape that no slot has."""
+    """Return a slot for a tensor; ConversionError for a dtype or shape that slots do not support."""
     if tensor.dtype not in ITEM_BYTES or 0 in tensor.shape[1:]:
-        found, expected = f"{tensor.dtype} {tensor.shape}", f"values of {', '.join(ITEM_BYTES)}, at least one a row"
+        found, expected = f"{tensor.dtype} {tensor.shape}", f"values of {', '.join(ITEM_BYTES)}, at least one per row"
         raise ConversionError(path, f"tensor {tensor.name!r}", found=found, expected=expected, remedy="cast it first")
     if ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape[1:]) >= 2**31:
         raise ConversionError(path, f"tensor {tensor.name!r}", found=f"{tensor.shape}", expected="rows below 2 GiB")
@@ -120,7 +120,7 @@ def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, p
 def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[SourceBox], url: str) -> SourceTensor:
     """Return a tensor whose values are read from pieces in several files.
 
-    ConversionError if a piece exceeds the tensor's bounds, or a value is missing or repeated.
+    ConversionError if a piece extends beyond the tensor, or if a value is missing or repeated.
     """
     pieces = sorted(pieces, key=lambda piece: piece.offsets)
     for piece in pieces:
@@ -131,7 +131,7 @@ def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence
     filled = [piece for piece in pieces if math.prod(piece.sizes)]
     n_values = sum(math.prod(piece.sizes) for piece in filled)
     if n_values != math.prod(shape) or _overlap(filled):
-        found = f"pieces of {n_values} values{', some of them twice' if _overlap(filled) else ''}"
+        found = f"pieces of {n_values} values{', some of which occur twice' if _overlap(filled) else ''}"
         raise ConversionError(url, repr(name), found=found, expected=f"{math.prod(shape)}, each once")
 
     def read(begin: int, end: int) -> Array:
@@ -152,7 +152,7 @@ def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence
 
 def _overlap(pieces: Sequence[SourceBox]) -> bool:
     """Return whether two of the pieces, sorted by offsets, overlap."""
-    running: list[SourceBox] = []  # those that reach as far as the piece in the first dimension
+    running: list[SourceBox] = []  # earlier pieces that reach into the piece in the first dimension
     for piece in pieces:
         if not piece.offsets:
             return len(pieces) > 1

@@ -1,4 +1,4 @@
-"""Files of torch.save, read without running code, and their tensors as those of a source."""
+"""Reads files of torch.save without running code, and wraps their tensors for an import."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def load_torch(files: SourceFiles, name: str) -> Any:
         remedy = "no code was run and nothing was written; save only tensors and plain values, such as a state_dict()"
         raise ConversionError(path, "", found=found, expected="tensors and plain values", remedy=remedy) from error
     except _BROKEN as error:
-        found = f"what torch does not read ({str(error).splitlines()[0] if str(error) else type(error).__name__:.200})"
-        raise ConversionError(path, "", found=found, expected="a whole file of torch.save") from error
+        found = f"what torch cannot read ({str(error).splitlines()[0] if str(error) else type(error).__name__:.200})"
+        raise ConversionError(path, "", found=found, expected="an undamaged file of torch.save") from error
 
 
 def _reason_of(error: Exception) -> str:
@@ -53,7 +53,7 @@ def load_torch_dict(files: SourceFiles, name: str) -> dict[str, Any]:
 
 
 def tensor_of(name: str, value: Tensor, path: str) -> SourceTensor:
-    """Return a tensor of torch as one of a source; ConversionError for a kind that a checkpoint cannot hold."""
+    """Wrap a torch tensor for an import; ConversionError for a kind that a checkpoint cannot store."""
     import torch
 
     from recckpt.dense.state_copy import plain_tensor
@@ -64,7 +64,7 @@ def tensor_of(name: str, value: Tensor, path: str) -> SourceTensor:
         raise ConversionError(path, f"tensor {name!r}", found=str(error), expected="plain values") from error
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NUMPY_DTYPES:
-        raise ConversionError(path, f"tensor {name!r}", found=f"values of {dtype}", expected="a dtype that files hold")
+        raise ConversionError(path, f"tensor {name!r}", found=f"values of {dtype}", expected="a supported dtype")
 
     def read(begin: int, end: int) -> Array:
         rows = (tensor if tensor.dim() else tensor.reshape(1))[begin:end].resolve_conj().resolve_neg()
@@ -83,7 +83,7 @@ def split_values(state: Mapping[str, Any], path: str) -> tuple[dict[str, SourceT
 
 
 def portable_values(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return values in types that a checkpoint can hold; ConversionError if it cannot hold them."""
+    """Return values in types that a checkpoint can store; ConversionError if there are other values."""
     from recckpt.dense.state_copy import portable
 
     try:

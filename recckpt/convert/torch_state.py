@@ -1,4 +1,4 @@
-"""A file of torch.save: a state dict, perhaps with optimizer states beside it, by parameter and row."""
+"""Reads a file of torch.save: a state dict, and optimizer states, which are assigned to parameters and rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from recckpt.live.optimizer_slots import PREFIXES, slot_of
 from recckpt.text import first_few
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_MODEL = ("state_dict", "model_state_dict", "model")  # under which others save the model beside the rest
-_NESTED = "holds tensors, which are no dense tensors here: it goes to model.pt as it is"
+_MODEL = ("state_dict", "model_state_dict", "model")  # keys under which other programs save the model
+_NESTED = "contains tensors that do not become dense tensors: it goes to model.pt unchanged"
 _BY_ORDER = "is matched to parameters by the order of the file's tensors; pass model= to match by name"
 _STEP, _SUM = "step", "sum"
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize")
-_NOT_OF = {"sparse_adam": {"weight_decay", "maximize"}, "sparse_adamw": {"maximize"}}  # what their rules do not have
-_NAMES = "param_names"  # torch's own word, where an optimizer was made with named parameters
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch normalization, which are not trained
+_NOT_OF = {"sparse_adam": {"weight_decay", "maximize"}, "sparse_adamw": {"maximize"}}  # settings that rules here lack
+_NAMES = "param_names"  # torch's key if an optimizer was made with named parameters
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # untrained buffers of batch normalization
 _PREFIXES = ("module.", "_orig_mod.")
 
 
@@ -60,7 +60,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
 
 
 def _number(value: Any) -> int | None:
-    """Return an int, which may be in a tensor; None for anything else."""
+    """Return an int, also from a tensor; None for anything else."""
     import torch
 
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
@@ -93,18 +93,18 @@ def _holds_tensors(value: Any) -> bool:
 @dataclass
 class PlacedStates:
     extra: dict[str, Any]  # registered objects; dense optimizers with their parameters' names
-    slots: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)  # table -> slot -> the tensor of it
+    slots: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)  # table -> slot -> its tensor
     steps: dict[str, dict[str, int]] = field(default_factory=dict)  # table -> its state in the sparse optimizer
-    groups: list[dict[str, Any]] = field(default_factory=list)  # of the sparse optimizer
-    lineages: dict[str, Lineage] = field(default_factory=dict)  # of dense optimizers whose class is known
-    left: list[LeftOut] = field(default_factory=list)  # what is left out, or changes its form
+    groups: list[dict[str, Any]] = field(default_factory=list)  # groups of the sparse optimizer
+    lineages: dict[str, Lineage] = field(default_factory=dict)  # of dense optimizers with a known class
+    left: list[LeftOut] = field(default_factory=list)  # what is omitted, or changes its form
 
 
 def _placed(extra: Mapping[str, Any], order: ParameterOrder, optimizers: Mapping[str, Any], path: str) -> PlacedStates:
-    """Sort the states of optimizers beside a model into slots of tables and dense optimizers.
+    """Split the optimizer states in a file into slots of tables and dense optimizers.
 
-    ``optimizers`` maps names of states in the file to live optimizers. ConversionError if the file lacks one of these
-    states, or the state belongs to other parameters.
+    ``optimizers``: name of a state in the file -> live optimizer. ConversionError if the file lacks one of these
+    states, or if a state belongs to other parameters.
     """
     placed = PlacedStates(dict(_flat(extra)))
     states = {name: _numbered(value) for name, value in placed.extra.items() if _is_state(value)}
@@ -120,7 +120,7 @@ def _placed(extra: Mapping[str, Any], order: ParameterOrder, optimizers: Mapping
         except ValueError as error:
             if live is not None:
                 raise ConversionError(path, repr(name), found=str(error), expected="the same parameters") from error
-            why = f"{error}; it stays a registered object, whose state goes to parameters by their places"
+            why = f"{error}; it stays a registered object, whose state is assigned to parameters by their order"
             placed.left.append(LeftOut(name, why))
             continue
         of_parameters = iter(names)
@@ -149,9 +149,9 @@ def _place_rows(
     live: Any,
     path: str,
 ) -> None:
-    """Put the state of a table's rows into slots; list the entries that no optimizer of tables has."""
+    """Put the state of a table's rows into slots; list the entries that no sparse optimizer has."""
     table, what = weight.name, f"{optimizer}, table {weight.name}"
-    prefix = PREFIXES["Adagrad"] if _SUM in values else ""  # of slots: by the class of the rule, or by what it has kept
+    prefix = PREFIXES["Adagrad"] if _SUM in values else ""  # of slots: by the rule's class, or by the state it keeps
     if values.keys() >= _MOMENTS:
         kind = "AdamW" if group.get("decoupled_weight_decay") else "Adam"
         is_of_torch = live is not None and not hasattr(live, "slot_names")
@@ -163,11 +163,11 @@ def _place_rows(
             slot = next(own, slot_of(prefix, key))
             placed.slots.setdefault(table, {})[slot] = tensor_of(f"{what}, {key}", value, path)
         elif key != _STEP:
-            placed.left.append(LeftOut(f"{what}, {key}", "no optimizer of tables has it"))
+            placed.left.append(LeftOut(f"{what}, {key}", "no sparse optimizer has it"))
     leaves = _NOT_OF.get(prefix, set())
     lost = {key: group[key] for key in leaves if group.get(key)}
-    placed.left.extend(LeftOut(f"{what}, {key}={value}", "its rule here has none") for key, value in lost.items())
-    if _STEP in values:  # or it was never trained
+    placed.left.extend(LeftOut(f"{what}, {key}={value}", "its rule here lacks it") for key, value in lost.items())
+    if _STEP in values:  # no step if it was never trained
         placed.steps[table] = {_STEP: int(values[_STEP])}
     settings = {key: group[key] for key in _SETTINGS if key in group and key not in leaves}
     for other in placed.groups:
@@ -180,7 +180,7 @@ def _place_rows(
 def _place_dense(
     placed: PlacedStates, name: str, saved: Mapping[str, Any], names: Sequence[str], order: ParameterOrder, *, live: Any
 ) -> None:
-    """Keep the state of dense parameters, with their names and shapes; drop an optimizer that has none."""
+    """Keep the state of dense parameters, with names and shapes; drop an optimizer that has none of them."""
     from recckpt.dense.optimizers import SHAPES, lineage_of
 
     groups, state, of_parameters = [], dict[int, Any](), iter(names)
@@ -212,7 +212,7 @@ def _indices(saved: Mapping[str, Any]) -> list[Any]:
 
 
 def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state with parameter indices and a list of names; states of FSDP and DCP have only names."""
+    """Return a state with parameter indices and a list of names, also for states of FSDP and DCP with only names."""
     if all(type(each) is int for each in _indices(saved)):
         return saved
     numbers, groups, state = count(), [], dict[int, Any]()
@@ -224,7 +224,7 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield objects by name; each entry of a list of states, as Lightning writes it, becomes its own object."""
+    """Yield objects by name; each entry of a list of states, as Lightning writes it, becomes a separate object."""
     for name, value in extra.items():
         if isinstance(value, list | tuple) and value and all(map(_is_state, value)):
             yield from ((f"{name}_{number}", state) for number, state in enumerate(value))
@@ -233,10 +233,10 @@ def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class ParameterOrder:
-    """Finds the names of parameters from the file, a live optimizer, a model, or the order of the tensors.
+    """Finds parameter names from the file, a live optimizer, a model, or the order of the tensors.
 
-    ``tensors`` are the tensors of the file; ``tables`` are the tensors that become tables. ``model`` has the
-    parameters, or tables in place of some parameters.
+    ``tensors`` are the file's tensors; ``tables`` are the tensors that become tables. ``model`` has the parameters,
+    or tables in place of some of them.
     """
 
     def __init__(self, tensors: Mapping[str, SourceTensor], tables: Collection[str], model: Any) -> None:
@@ -253,7 +253,7 @@ class ParameterOrder:
         if optimizer is not None:
             names = self._of(optimizer)
             if len(names) != n:
-                raise ValueError(f"the optimizer that is given has {len(names)} parameters, the file {n}")
+                raise ValueError(f"the optimizer in optimizers= has {len(names)} parameters, the file {n}")
             return names
         listed = [name for group in saved["param_groups"] for name in group.get(_NAMES, ())]
         if len(listed) == n:
@@ -284,16 +284,16 @@ class ParameterOrder:
             table = getattr(parameter, "table", None)
             names.append(known.get(id(parameter)) if table is None else table.name)
         if None in names:
-            raise ValueError("the optimizer that is given has parameters that are not those of the model")
+            raise ValueError("the optimizer in optimizers= has parameters that the model does not have")
         return [self._in_file(name) for name in names]
 
     def _orders(self, n_saved: int) -> Iterator[list[str]]:
-        """Yield the orders in which an optimizer may have been given the parameters.
+        """Yield the orders in which an optimizer may have received the parameters.
 
-        If the file's optimizers together have all parameters, one of them may have only the tables, or all others.
+        If the optimizers of the file together have all parameters, one may have only the tables and another the rest.
         """
         if self.model is None:
-            first: dict[Hashable, str] = {}  # of tied tensors
+            first: dict[Hashable, str] = {}  # memory -> first name of tied tensors
             for name, tensor in self.tensors.items():
                 first.setdefault(tensor.same, name)
             whole = trained = [name for name in first.values() if name.rpartition(".")[2] not in _BUFFERS]
@@ -307,7 +307,7 @@ class ParameterOrder:
                 yield [name for name in order if name in self.tables]
 
     def _in_file(self, name: str) -> str:
-        """Return the file's name for a model's parameter, a table, or the parameter that stands for a table's rows."""
+        """Return the file's name for a model's parameter, a table, or the parameter that represents a table's rows."""
         plain = name.removesuffix(".anchor")
         names = [name, f"{name}.weight", plain, f"{plain}.weight"]
         names += [prefix + each for each in names for prefix in _PREFIXES]

@@ -1,7 +1,7 @@
-"""TorchRec: tables of embedding collections with their fused optimizer's state, from DCP or a file of torch.save.
+"""Reads TorchRec: tables of embedding collections with their fused optimizer's state, from DCP or torch.save.
 
-TorchRec is not imported: tables are recognised by the names that its modules give to tensors. Other models use such
-names too, so the format has to be named.
+TorchRec is not imported: tables are recognised by the names that its modules give to tensors. Other models use the same
+names, so the caller must name the format.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _WEIGHT = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight")
 _STATE = re.compile(r"((?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight)\.(?:\2\.)?(?:weight\.)?([A-Za-z_0-9]+)")
 _OF_ZCH = "_managed_collision_modules."
 _ZCH_MODULE = re.compile(rf"(?:(.*)\.)?{re.escape(_OF_ZCH)}([^.]+)\.(\w+)")
-_OF_KV_ZCH = ("bucket", "metadata")  # beside the ids, of tables behind a key-value store
+_OF_KV_ZCH = ("bucket", "metadata")  # stored beside the ids, for tables behind a key-value store
 _RAW, _PLACES, _HASHED = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
-_COUNTERS = "_mch_"  # how the names of what an eviction policy keeps of each id begin
-_FREE = np.iinfo(np.int64).max  # in place of the raw id of a place that has none
+_COUNTERS = "_mch_"  # prefix of the values that an eviction policy keeps for each id
+_FREE = np.iinfo(np.int64).max  # raw id of a place without an id
 _SECOND = ("exp_avg_sq", "momentum2")
 _ADAM = ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
 _MOMENTS = {  # of Adam: name in a fused optimizer -> slot
     **dict.fromkeys(("exp_avg", "momentum1"), _ADAM[0]),
     **dict.fromkeys(_SECOND, _ADAM[1]),
 }
-_NAMED = "is in several collections, and has its name with that of the collection; names= (--name) gives others"
+_NAMED = "is in several collections, so its name here includes the collection; names= (--name) gives other names"
 _Tensors = Mapping[str, SourceTensor]
 
 
@@ -59,33 +59,33 @@ class PlacedIds:
     """The id of each place (row) of a matrix."""
 
     n_places: int  # rows of the matrix
-    ids: Int64s | None = None  # None for the places themselves
+    ids: Int64s | None = None  # None if the place is the id
     has_free: bool = False  # whether places may have no id
-    counters: Mapping[str, Int64s] = field(default_factory=dict)  # slot -> what ZCH keeps of each place that has an id
+    counters: Mapping[str, Int64s] = field(default_factory=dict)  # slot -> what ZCH keeps for each place with an id
 
     @property
     def n_rows(self) -> int:
         return int((self.ids != _FREE).sum()) if self.ids is not None and self.has_free else self.n_places
 
     def between(self, begin: int, end: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """Return the ids of places [begin, end), and a mask of the places that have one."""
+        """Return the ids in places [begin, end), and a mask of the places that have an id."""
         ids = np.arange(begin, end, dtype=np.int64) if self.ids is None else self.ids[begin:end]
         kept = ids != _FREE if self.has_free else np.ones(end - begin, np.bool_)
         return ids[kept], kept
 
 
 def recognises(files: SourceFiles) -> bool:
-    """Return False: other models use the same tensor names, so the format must be named by the caller."""
+    """Return False: other models use the same tensor names, so the caller must name the format."""
     return False
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open a checkpoint of DCP, or a file with a state dict and perhaps optimizer states beside it."""
+    """Open a checkpoint of DCP, or a file with a state dict and maybe optimizer states."""
     if METADATA in files.names:
         tensors, values = read_tensors(files)
     else:
         tensors, values = split_values(dict(_flat("", load_torch_dict(files, files.names[0]))), files.url)
-    # Called alike in several collections, a table has the name of the collection too.
+    # If several collections have a table of this name, its name includes the collection.
     short = {name: match[1] for name in tensors if (match := _WEIGHT.fullmatch(name))}
     n_alike = Counter(short.values())
     weights = {name: table if n_alike[table] == 1 else name.removesuffix(".weight") for name, table in short.items()}
@@ -103,10 +103,10 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
         if step is not None and _ADAM[0] in slots and step.shape in ((), (1,)):
             steps[table] = int(step.whole().reshape(-1)[0])
         elif step is not None:
-            left.append(LeftOut(f"table {table}, {step.name}", "its optimizer here counts no steps"))
+            left.append(LeftOut(f"table {table}, {step.name}", "its optimizer here does not count steps"))
         ids = _row_ids(key, table, tensors, weights, url)
         if ids.n_rows < ids.n_places:
-            reason = f"{ids.n_places - ids.n_rows} rows to which ZCH has given no id are left out"
+            reason = f"{ids.n_places - ids.n_rows} rows without an id from ZCH are omitted"
             left.append(LeftOut(f"table {table}", reason))
         for slot, counts in ids.counters.items():
             slots[slot] = SourceTensor(slot, "int64", counts.shape, slot, partial(_between, counts))
@@ -143,7 +143,7 @@ def _flat(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _others(
     tensors: _Tensors, values: Mapping[str, Any], weights: Collection[str], left: list[LeftOut]
 ) -> SourceContents:
-    """Return the values that are neither tables nor optimizer states of tables; append to ``left`` what is left out."""
+    """Return the values other than tables and optimizer states of tables; append to ``left`` what is omitted."""
     ids = [f"{weight}_id" for weight in weights if f"{weight}_id" in tensors]
     stores = [f"{name.removesuffix('.weight_id')}.{each}" for name in ids for each in _OF_KV_ZCH]
     for weight in weights:
@@ -167,7 +167,7 @@ def _table_of(weight: str) -> str:
 def _states(weight: str, tensors: _Tensors, weights: Collection[str], url: str) -> dict[str, SourceTensor]:
     """Return the fused optimizer's states of a matrix, by name; ConversionError if two tensors are the same state.
 
-    A state's name ends like its matrix's name. The beginning differs, because the optimizer is at another place in the
+    A state's name ends like its matrix's name, but begins differently, because the optimizer is elsewhere in the
     model.
     """
     own: dict[str, SourceTensor] = {}
@@ -179,7 +179,7 @@ def _states(weight: str, tensors: _Tensors, weights: Collection[str], url: str) 
         name = match[3].replace("momentum_", "momentum")
         if name in own:
             found = f"{own[name].name!r} and {key!r}"
-            raise ConversionError(url, f"state {name!r}", found=found, expected="one tensor", remedy="leave one out")
+            raise ConversionError(url, f"state {name!r}", found=found, expected="one tensor", remedy="remove one")
         own[name] = tensors[key]
     return own
 
@@ -191,10 +191,10 @@ def _common_end(one: str, other: str) -> int:
 
 
 def _slots(weight: SourceTensor, states: _Tensors, table: str, left: list[LeftOut]) -> dict[str, SourceTensor]:
-    """Return the fused optimizer's states under this package's slot names."""
+    """Return the fused optimizer's states under recckpt's slot names."""
     n_rows, slots = weight.shape[0], dict[str, SourceTensor]()
     is_adam = any(states[name].shape == weight.shape for name in _SECOND if name in states)
-    has_second = any(name in states for name in _SECOND)  # then momentum1 is no sum of squares, whatever the shape
+    has_second = any(name in states for name in _SECOND)  # momentum1 is then not a sum of squares, whatever its shape
     for name, tensor in states.items():
         slot = None
         is_rowwise = tensor.shape in ((n_rows,), (n_rows, 1)) and weight.shape[1:] != (1,)
@@ -213,9 +213,9 @@ def _slots(weight: SourceTensor, states: _Tensors, table: str, left: list[LeftOu
 
 
 def _zch_of(weight: str, tensors: _Tensors, weights: Collection[str]) -> dict[str, SourceTensor]:
-    """Return the state of ZCH for a matrix, by ZCH's names; {} if it has none."""
+    """Return the state of ZCH for a matrix, by ZCH's names; {} without such state."""
     matches = [match for name in tensors if (match := _ZCH_MODULE.fullmatch(name)) and match[2] == _table_of(weight)]
-    if sum(_table_of(other) == _table_of(weight) for other in weights) > 1:  # then only that of the same wrapper
+    if sum(_table_of(other) == _table_of(weight) for other in weights) > 1:  # then use only state in its wrapper
         wrappers = ((match, (match[1] or "").rpartition("_managed_collision_collection")[0]) for match in matches)
         matches = [match for match, wrapper in wrappers if weight.startswith(wrapper)]
     return {match[3]: tensors[match[0]] for match in matches}
@@ -229,10 +229,10 @@ def _counters_in(own: _Tensors) -> list[str]:
 
 
 def _row_ids(weight: str, table: str, tensors: _Tensors, weights: Collection[str], url: str) -> PlacedIds:
-    """Return the ids of a matrix's rows: stored beside the matrix, from ZCH's map, or the row indices.
+    """Return the ids of a matrix's rows: ids stored beside the matrix, ids from ZCH's map, or else the row indices.
 
-    Uses 8 bytes per row, except for row indices. ConversionError if the ids do not fit the rows, or ZCH's map is
-    damaged or unknown.
+    Uses 8 bytes per row, except for row indices. ConversionError if the ids do not fit the rows, or if ZCH's map is
+    damaged or of an unknown kind.
     """
     n_places, beside = tensors[weight].shape[0], tensors.get(f"{weight}_id")
     if beside is not None:  # behind a key-value store
@@ -243,7 +243,7 @@ def _row_ids(weight: str, table: str, tensors: _Tensors, weights: Collection[str
         return PlacedIds(n_places, int64_ids(beside.whole().reshape(-1), url, where))
     own, where = _zch_of(weight, tensors, weights), f"table {table!r}, its ZCH"
     if _HASHED in own:
-        remedy = "export its ids and rows with TorchRec, and import these"
+        remedy = "export the ids and rows with TorchRec, and import that"
         raise ConversionError(url, where, found="multi-probe hashing", expected="a sorted remap", remedy=remedy)
     if _RAW not in own:
         return PlacedIds(n_places)
@@ -259,7 +259,7 @@ def _row_ids(weight: str, table: str, tensors: _Tensors, weights: Collection[str
         found = f"places from {places.min()} to {places.max()}"
         raise ConversionError(url, where, found=found, expected=f"places in a matrix of {n_places} rows")
     if len(distinct(places)) < len(places):
-        raise ConversionError(url, where, found="two ids in one place", expected="each in its own")
+        raise ConversionError(url, where, found="two ids in one place", expected="one id per place")
     ids = np.full(n_places, _FREE, np.int64)
     ids[places] = raw
     counters: dict[str, Int64s] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint as an export reads it: selected slots and rows of tables, in another dtype, or only changes."""
+"""A checkpoint as an export reads it: selected slots and rows of tables, in another dtype, or only changed rows."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
 
 DTYPES = ("float16", "bfloat16", "int8")
-SCALE = "_scale"  # part of the format: after the name of a slot in int8: the slot of the factors of its rows
-_PIECE = 1 << 20  # values
+SCALE = "_scale"  # suffix of an int8 slot's name: the slot with the scale of each row; part of the format
+_PIECE = 1 << 20  # values to convert at once
 _HALVES = frozenset({"float16", "bfloat16"})
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # of these slots
+Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # names of slots -> batches
 
 
 @dataclass(frozen=True)
 class TableView:
-    name: str  # of the table
-    stored: tuple[SlotSpec, ...]  # the slots that are exported, as they are in the checkpoint
+    name: str  # name of the table
+    stored: tuple[SlotSpec, ...]  # exported slots, as they are in the checkpoint
     n_stored: int | None  # rows of the table before filtering; None if unknown
-    batches: Batches  # reads slots of it
-    where: RowFilter  # which rows
-    dtype: str | None  # to which vectors are converted; None keeps theirs
-    filtered: Mapping[str, SlotSpec]  # slots that the filter looks at
-    replaced: bool = False  # for an increment: whether these are all rows, which replace older ones
+    batches: Batches  # reads slots of the table
+    where: RowFilter  # filter of rows
+    dtype: str | None  # dtype of exported vectors; None keeps the stored dtype
+    filtered: Mapping[str, SlotSpec]  # slots that the filter reads
+    replaced: bool = False  # for an increment: whether these rows replace all older rows
     # for an increment: yields the deleted ids; else None
     deletes: Callable[[], Iterator[Int64s]] | None = None
 
@@ -64,14 +64,14 @@ class TableView:
 
     @cached_property
     def n_rows(self) -> int:
-        """Number of exported rows; with a filter, counted by reading its slots."""
+        """The number of exported rows; with a filter, determined by reading the filter's slots."""
         if self.n_stored is not None and self.where == RowFilter():
             return self.n_stored
         return sum(map(len, self.ids()))
 
     @cached_property
     def _largest_error(self) -> float:
-        """The largest error of narrowed values, found by reading all of them."""
+        """The largest error of narrowed values, determined by reading all of them."""
         narrow = tuple(slot for slot in self.stored if self._exported(slot) != (slot,))
         return max((error for _, error in replace(self, stored=narrow)._measured()), default=0.0)
 
@@ -86,13 +86,13 @@ class TableView:
         return values
 
     def _exported(self, slot: SlotSpec) -> tuple[SlotSpec, ...]:
-        """Return the slots that a slot is exported as: for int8, the values and a slot of scales."""
+        """Return the slots that a slot becomes: for int8, its values and a slot of scales."""
         if self.dtype is None or slot.name != EMBEDDING or slot.dtype == self.dtype or slot.dtype not in _FLOATS:
             return (slot,)
         narrow = SlotSpec(slot.name, self.dtype, slot.shape)
         return (narrow, SlotSpec(slot.name + SCALE, "float32", ())) if self.dtype == "int8" else (narrow,)
 
-    def _measured(self) -> Iterator[tuple[SourceRows, float]]:  # rows, and the largest error in them
+    def _measured(self) -> Iterator[tuple[SourceRows, float]]:  # rows, and their largest error
         names = dict.fromkeys([*(slot.name for slot in self.stored), *self.filtered])
         for batch in self.batches(list(names)):
             ids = ids_in(batch)
@@ -121,18 +121,18 @@ class DenseView:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    same: Hashable  # equal for tensors that are tied
-    read: Callable[[], Array]  # its values, bfloat16 as bit patterns; checked
+    same: Hashable  # equal for tied tensors
+    read: Callable[[], Array]  # checked values; bfloat16 as bit patterns
 
 
 @dataclass(frozen=True)
 class Export:
     tables: Sequence[TableView]  # in the order of the checkpoint
-    tensors: DenseTensors  # the dense ones, as they are in the checkpoint
-    dtype: str | None  # for vectors and tensors of floats (int8: only vectors); None keeps theirs
-    checkpoint: Mapping[str, Any]  # its id, step and url, for the metadata
-    n_shards: int  # of the checkpoint
-    # returns a new dict, of a ``.pt`` file read by torch; {} if the checkpoint has no such file
+    tensors: DenseTensors  # dense tensors, as they are in the checkpoint
+    dtype: str | None  # dtype of vectors and float tensors (int8: only vectors); None keeps the stored dtype
+    checkpoint: Mapping[str, Any]  # id, step and URL, for the metadata
+    n_shards: int  # number of shards of the checkpoint
+    # reads a ``.pt`` file by torch into a new dict; {} if the checkpoint has no such file
     state: Callable[[str], dict[str, Any]]
 
     def metadata(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Export:
         if dtype == tensor.dtype:
             return values
         flat, result = values.reshape(-1), np.empty(values.size, NUMPY_DTYPES[dtype])
-        for begin in range(0, flat.size, _PIECE):  # narrowing takes several times the memory of what is narrowed
+        for begin in range(0, flat.size, _PIECE):  # narrowing needs several times the memory of its input
             piece = flat[begin : begin + _PIECE][None]
             spec = SlotSpec(tensor.name, tensor.dtype, piece.shape[1:])
             result[begin : begin + _PIECE] = narrowed(piece, spec, dtype, f"tensor {tensor.name!r}")[0][0][0]
@@ -162,7 +162,7 @@ class Export:
 
 
 def raw(column: pa.Array, slot: SlotSpec) -> Array:
-    """Return a column as stored, bfloat16 as bit patterns."""
+    """Return a column as stored; bfloat16 as bit patterns."""
     values: Array = np.frombuffer(column_buffer(column), NUMPY_DTYPES[slot.dtype])
     return values.reshape(len(column), *slot.shape)
 

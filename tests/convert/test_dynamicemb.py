@@ -120,7 +120,7 @@ def test_tables_of_one_name_in_two_collections_get_names(tmp_path):
         (lambda d: ids(1).tofile(d / "t_emb_keys.rank_0.world_size_4"), "files of dumps of 2 and of 4 ranks"),
         (lambda d: (d / VALUES).unlink(), r"ranks \[0\], expected one of each of 2 ranks"),
         (lambda d: [path.unlink() for path in d.glob("*values*")], "files of emb_keys, emb_scores"),
-        (lambda d: (d / "t_opt_args.json").write_text("{"), "no JSON"),
+        (lambda d: (d / "t_opt_args.json").write_text("{"), "invalid JSON"),
         (lambda d: (d / "t_opt_args.json").write_text("[]"), "a list, expected a dict"),
         (lambda d: (d / "t_emb_keys.rank_0.world_size_2").write_bytes(b"1234"), "whole int64 keys"),
         (lambda d: ids(1).tofile(d / "t_emb_scores.rank_0.world_size_2"), "8 bytes, expected 2 rows"),

@@ -152,7 +152,7 @@ def rename_slice(old, new):
         (lambda path: cut(path / "model-000001-of-000007.safetensors"), "the file is cut"),
         (lambda path: (path / "io_state_1.pt").unlink(), "io_state_1.pt: found no such file"),
         (lambda path: (path / "io_state_count").write_text("x"), "io_state_count: found"),
-        (lambda path: (path / "index").write_text("{"), "index: found no JSON"),
+        (lambda path: (path / "index").write_text("{"), "index: found invalid JSON"),
         (lambda path: rewrite(path, "index", lambda i: i["block_index"].popitem()), "index at block"),
         (lambda path: rewrite(path, "index", lambda i: i["block_index"].update(x=0)), "block 'x': found no such block"),
         (lambda path: rewrite(path, "tensorkey.json", rename_slice("00000@32768", "00000@32000")), "[32000, 32768)"),

@@ -65,7 +65,7 @@ def write(path, tensors, offsets):
 
 @pytest.mark.parametrize("name", [FIRST, LAST])
 def test_one_shard_is_refused_by_name_and_also_where_it_was_renamed(tmp_path, name):
-    whole = "expected the directory with all shards of the save; give the directory"
+    whole = "expected the directory with all shards of the save; name the directory"
     refused(SHARDS / name, f"{name}.*{whole}", tmp_path / "out", format="safetensors")
     shutil.copy(SHARDS / name, tmp_path / "model.safetensors")
     refused(tmp_path / "model.safetensors", "the directory with all shards", format="safetensors")
@@ -99,7 +99,7 @@ def with_another_dtype(directory):
         (lambda path: (path / FIRST).unlink(), "'rows': found pieces of 6 values, expected 15, each once"),
         (
             lambda path: write(path / THIRD, {"rows": np.ones((2, 3), "f4")}, {"rows": (2, 0)}),
-            "some of them twice",  # of two saves
+            "some of which occur twice",  # of two saves
         ),
         (
             lambda path: save_file({"w": np.ones(2)}, path / "other.safetensors"),

@@ -136,7 +136,7 @@ def test_damage_is_an_error_without_skip_damaged_and_beside_since(forge, tmp_pat
     with pytest.raises(CorruptCheckpointError):
         export_checkpoint(forge.directory, tmp_path / "out", to="parquet")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConversionError, match="since: found it beside skip_damaged"):
+    with pytest.raises(ConversionError, match="since: found since with skip_damaged"):
         exported(forge.directory, tmp_path, since="ckpt_0")
 
 
@@ -211,7 +211,7 @@ def test_of_a_damaged_catalog_the_shard_is_skipped_and_no_number_is_made_up(requ
     assert (skipped.file, skipped.batch, skipped.rows) == ("ckpt_1/sparse/00001-of-00003.json", None, None)
     place = {"flipped": "its checksum: ", "cut": "its size: "}.get(harm, "")
     assert harm == "not to be read" or re.fullmatch(
-        f"{place}found .+, expected .+: nothing vouches for its rows", skipped.reason
+        f"{place}found .+, expected .+: its rows cannot be checked", skipped.reason
     )
     begin, end = skipped.buckets
     assert all(begin <= bucket < end for bucket in bucket_of(np.setdiff1d(np.arange(N_USERS), of_others())))
@@ -231,7 +231,7 @@ def test_of_an_id_in_two_shards_one_row_comes_out_and_the_other_batch_is_skipped
     done = exported(tmp_path / "runs/ckpt_1", tmp_path)
     assert rows(done) == as_saved(range(100))
     (skipped,) = done.skipped
-    assert (skipped.rows, skipped.reason) == (2, "id 7, which another batch has too")
+    assert (skipped.rows, skipped.reason) == (2, "id 7, which is also in another batch")
 
 
 def test_of_a_part_that_a_catalog_lists_twice_each_row_comes_out_once(forge, tmp_path):
@@ -455,7 +455,7 @@ def test_of_an_id_that_its_shard_has_and_deletes_no_row_comes_out(base, tmp_path
     done = exported(delta.directory, tmp_path)
     assert rows(done, "t") == as_saved([0, 2, 3, 5]) | {1: 7.0}
     assert [(each.file.split("/")[0], each.rows) for each in done.skipped] == [("ckpt_2", 1)]
-    assert done.skipped[0].reason == "id 4, which its shard deletes too"
+    assert done.skipped[0].reason == "id 4, which its shard also deletes"
 
 
 def test_rows_of_a_damaged_full_link_are_missing_and_those_of_newer_links_are_not(base, top, tmp_path):
@@ -523,7 +523,7 @@ def test_nothing_older_comes_out_below_a_link_whose_catalog_lacks_what_its_manif
     assert rows(done, "t") == ({} if lacks == "rows" else dict.fromkeys(ends, 7.0))
     lost, _ = done.skipped
     assert (lost.file, lost.rows, lost.buckets) == ("ckpt_2/manifest.json", n_rows, (0, 65536))
-    assert lost.reason == f"2 {lacks}, where its catalogs have 0"
+    assert lost.reason == f"2 {lacks}, but its catalogs list 0"
 
 
 @pytest.mark.parametrize("harm", ["removed", "damaged", "of another save", "not to be read"])

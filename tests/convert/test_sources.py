@@ -141,7 +141,7 @@ def test_columns_that_cannot_be_slots_are_left_out_where_others_are_chosen(tmp_p
 def test_a_matrix_alone_has_the_ids_from_0_on_and_no_columns_to_choose(tmp_path):
     values = some_rows(5)["embedding"]
     np.save(tmp_path / "t.npy", values)
-    with pytest.raises(ConversionError, match="an option for columns that become slots, expected none, of npy"):
+    with pytest.raises(ConversionError, match="an option for columns that become slots, expected none for npy"):
         import_checkpoint(tmp_path / "t.npy", tmp_path / "out", options=ImportOptions(slots=()))
     import_rows(tmp_path / "t.npy", tmp_path / "out")
     assert table_bytes(tmp_path / "out", "t") == rows_bytes({"id": np.arange(5), "embedding": values})
@@ -218,7 +218,7 @@ def test_a_stream_that_is_cut_between_batches_is_refused(tmp_path, n_batches):
             writer.write_batch(batch)
             ends.append(file.tell())
     path.write_bytes(path.read_bytes()[: ends[n_batches]])
-    refused(path, "without the mark of its end")
+    refused(path, "without an end marker")
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -232,7 +232,7 @@ def test_files_of_arrow_that_are_cut_or_empty_are_refused(tmp_path, suffix):
         with pa.ipc.new_file(path, arrow_table(some_rows()).schema) as writer:
             writer.write_table(arrow_table(some_rows()))
     path.write_bytes(path.read_bytes()[:-100])
-    refused(path, f"t.{suffix}: found what Arrow does not read")
+    refused(path, f"t.{suffix}: found what Arrow cannot read")
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t"])
@@ -241,9 +241,9 @@ def test_csv_is_refused_with_what_to_do_about_it(tmp_path, name):
     for path in (tmp_path / "t.csv", tmp_path / "t.csv.gz", tmp_path / "t/a.csv"):
         path.write_text("id,a\n1,2\n")
     refused(
-        tmp_path / name, r"csv.*; CSV goes by Parquet, with polars: pl\.read_csv\(\.\.\.\)\.write_parquet\(\.\.\.\)"
+        tmp_path / name, r"csv.*; convert CSV by way of Parquet, with polars: pl\.read_csv\(\.\.\.\)\.write_parquet"
     )
-    with pytest.raises(ValueError, match=r"format: found 'csv', .*: CSV goes by Parquet"):
+    with pytest.raises(ValueError, match=r"format: found 'csv', .*: convert CSV by way of Parquet"):
         import_checkpoint(tmp_path / name, tmp_path / "out", format="csv")
 
 
@@ -270,11 +270,11 @@ def test_arrays_that_are_cut_or_do_not_fit_or_would_need_code_are_refused(tmp_pa
 
 def test_wishes_for_columns_tensors_and_tables_are_refused_where_there_are_none(tmp_path):
     save_file({"w": np.ones((2, 2), "f4")}, tmp_path / "m.safetensors")
-    match = "an option for column of .*, expected none, of safetensors"
+    match = "an option for column of .*, expected none for safetensors"
     for options in (ImportOptions(ids="key"), ImportOptions(embedding="vector")):
         refused(tmp_path / "m.safetensors", match, options=options)
     source = parquet(tmp_path, id=[1, 2], embedding=VECTORS)
-    refused(source, "an option for tensors that are to be tables", options=ImportOptions(as_table={"embedding": None}))
+    refused(source, "an option for tensors to import as tables", options=ImportOptions(as_table={"embedding": None}))
     refused(source, "no table 'u'", tables=["u"])
 
 
@@ -293,8 +293,8 @@ def entry(**changes):
         (b"\x05", "found 1 bytes that begin"),
         (struct.pack("<Q", 2**62) + b"{}", "found 10 bytes that begin with"),
         (header(b"[]"), "its header: found no object"),
-        (header(b"{"), "its header: found no JSON"),
-        (header(b'{"a": 1, "a": 2}'), "a name is there twice"),
+        (header(b"{"), "its header: found invalid JSON"),
+        (header(b'{"a": 1, "a": 2}'), "a name occurs twice"),
         (header({"x": entry()}, b"1234567"), "its size: found 7 bytes of values, expected 8; the file is cut"),
         (header({"x": entry()}, b"123456789"), "its size"),
         (header({"x": entry(shape=[3])}, b"12345678"), "tensor 'x': found 8 bytes, expected 12"),
@@ -331,7 +331,7 @@ def test_a_missing_file_of_sharded_safetensors_is_named(tmp_path):
         ({"emb": None}, "no tensor 'emb'.*did you mean 'embs'"),
         ({"embs": "id"}, "no tensor 'id'"),
         ({"ids": None}, "expected a tensor of two dimensions"),
-        ({"embs": "few"}, "expected one row an id in each"),
+        ({"embs": "few"}, "expected one row per id in each"),
         ({"embs": "floats"}, "tensor 'floats': found ids of float64"),
     ],
 )
@@ -359,7 +359,7 @@ def put(store, source, name):
 def test_a_source_that_is_not_there_or_of_no_known_format_is_refused(tmp_path, store):
     refused(tmp_path / "nothing", "no file and no directory")
     (tmp_path / "t.txt").write_text("x")
-    refused(tmp_path / "t.txt", "files of no format that is known: t.txt")
+    refused(tmp_path / "t.txt", "files of an unknown format: t.txt")
     with pytest.raises(ValueError, match=r"found 'parket', .*did you mean 'parquet'"):
         import_checkpoint(tmp_path / "t.txt", tmp_path / "out", format="parket")
     store.pipe("/conversions/x", b"")

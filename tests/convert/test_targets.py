@@ -312,7 +312,7 @@ def test_an_increment_needs_a_checkpoint_below(tmp_path):
     for options in ({"to": "embedding"}, {"to": "parquet", "where": [1]}):
         with pytest.raises(ConversionError, match="at since"):
             export_checkpoint(tmp_path / "run", tmp_path / "out", since="ckpt_1", **options)
-    with pytest.raises(ConversionError, match="expected a checkpoint of its chain; it is full"):
+    with pytest.raises(ConversionError, match=r"expected a checkpoint of its chain, .* because it is full"):
         export_checkpoint(tmp_path / "run/ckpt_1", tmp_path / "out", to="npy", since="ckpt_0")
     assert not (tmp_path / "out").exists()
 
@@ -333,7 +333,7 @@ def test_a_scale_beside_a_slot_of_its_name_is_refused(tmp_path):
     rows = some_rows()
     rows["embedding"][0, 0] = 0
     run = checkpoint(tmp_path, rows | {"embedding_scale": rows["count"]})
-    with pytest.raises(ConversionError, match="found a slot 'embedding_scale' already"):
+    with pytest.raises(ConversionError, match="found a slot 'embedding_scale',"):
         export_checkpoint(run, tmp_path / "out", to="npy", dtype="int8", slots=["embedding", "embedding_scale"])
     export_checkpoint(run, tmp_path / "out", to="npy", dtype="int8")
 
@@ -344,7 +344,7 @@ def test_a_scale_beside_a_slot_of_its_name_is_refused(tmp_path):
         ({"slots": ["count"], "dtype": "float16"}, "dtype: found no slot 'embedding', expected floats"),
         ({"tables": ["u"]}, "no table 'u'"),
         ({"slots": ["embeding"]}, "did you mean 'embedding'"),
-        ({"where": {"embedding": {"min": 1}}}, r"no number a row in \['embedding'\]"),
+        ({"where": {"embedding": {"min": 1}}}, r"not one number per row in \['embedding'\]"),
         ({"dtype": "bfloat16"}, "bfloat16 for parquet"),
     ],
 )
@@ -403,7 +403,7 @@ def test_two_things_of_one_file_name_are_refused_on_any_storage(tmp_path, memory
         saver.save(ckpt_id)
         tables[0].erase(torch.tensor([3]))
     for target in (tmp_path / "out", f"{memory_url}/out"):
-        with pytest.raises(ConversionError, match="already, of another table or slot, expected a file for each"):
+        with pytest.raises(ConversionError, match="already, for another table or slot, expected a file for each"):
             export_checkpoint(tmp_path, target, to=to, since="a")
 
 

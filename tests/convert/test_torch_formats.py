@@ -147,7 +147,7 @@ def test_a_file_of_torch_that_is_no_dict_is_refused(tmp_path):
 
 def test_pieces_of_dcp_that_overlap_are_refused():
     pieces = [SourceBox((0,), (3,), None), SourceBox((1,), (1,), None)]
-    with pytest.raises(ConversionError, match="some of them twice"):
+    with pytest.raises(ConversionError, match="some of which occur twice"):
         put_together("w", "float32", (4,), pieces, "x")
 
 

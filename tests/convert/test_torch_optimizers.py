@@ -225,7 +225,7 @@ def test_an_order_that_nobody_knows_leaves_the_state_as_it_was_and_says_why(tmp_
     for with_model, needed in ((None, "model="), (model, "optimizers=")):
         done = import_checkpoint(source, tmp_path / "out", options=TABLES, model=with_model, dry_run=True)
         assert f"give import_checkpoint {needed} to name them" in reasons(done)["optimizer"]
-        assert "by their places" in reasons(done)["optimizer"]
+        assert "by their order" in reasons(done)["optimizer"]
         assert done.contents.extra["optimizer"]["state"].keys() == {0, 1}
 
 
@@ -260,7 +260,7 @@ def test_states_that_no_table_has_are_listed_by_name(tmp_path):
             {"other": torch.optim.Adam([nn.Parameter(torch.ones(1))])},
             "no state of an optimizer 'other', expected one of",
         ),
-        ({"optimizer": torch.optim.Adam([nn.Parameter(torch.ones(1))])}, "parameters that are not those of the model"),
+        ({"optimizer": torch.optim.Adam([nn.Parameter(torch.ones(1))])}, "parameters that the model does not have"),
     ],
 )
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path, optimizers, match):

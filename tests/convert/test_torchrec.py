@@ -74,7 +74,7 @@ def test_rows_under_zch_have_the_raw_ids_and_what_it_counts_of_them(tmp_path, sa
     if is_counted:
         assert not [each for each in left if "counts" in each.name or "access" in each.name]
     else:
-        assert ("1 rows to which ZCH has given no id" in left[0].reason, len(left)) == (True, 4)
+        assert ("1 rows without an id from ZCH" in left[0].reason, len(left)) == (True, 4)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_tables_of_one_name_in_two_collections_come_under_names_of_their_own(tmp
 def test_a_name_for_a_table_that_is_not_there_and_one_for_two_tables_are_refused(tmp_path):
     source = save_torch(two_collections()[3], tmp_path / "x")
     options = ImportOptions(names={"t1": "user"})
-    unknown = r"no table 't1' to give a name to, expected one of 'model\.user"
+    unknown = r"no table 't1' to rename, expected one of 'model\.user"
     refused(source, unknown, format="torchrec", options=options)
     plan = import_checkpoint(source, tmp_path / "out", format="torchrec", dry_run=True)
     options = ImportOptions(names=dict.fromkeys([table.name for table in plan.contents.tables], "t"))
