@@ -1,4 +1,4 @@
-"""The command line: look into checkpoints from the shell, without torch."""
+"""The command line: inspects and changes checkpoints from the shell, without torch."""
 
 from recckpt.cli.app import main
 

@@ -22,8 +22,8 @@ from recckpt.text import nearest
 from recckpt.text.bars import ElapsedTime
 from recckpt.text.foreign_words import write_instead
 
-_COMPLETES = "_ARGCOMPLETE"  # is set where a shell asks how the line may go on
-_INTERRUPTED, _TERMINATED = 130, 143  # as a shell says it
+_COMPLETES = "_ARGCOMPLETE"  # set by a shell that asks for completions
+_INTERRUPTED, _TERMINATED = 130, 143  # exit codes by shell convention
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _ended_by_signals():
             code = _main(sys.argv[1:] if argv is None else list(argv))
-    except SystemExit as end:  # by a signal, or because argparse has said what there is to say
+    except SystemExit as end:  # from a signal, or from argparse, which has printed its message
         code = end.code if isinstance(end.code, int) else USAGE
     return _written(code, lambda: None)
 
@@ -82,7 +82,7 @@ def _refuse_misspelt(
 ) -> None:
     """Exit with a usage error if the command or a long option does not exist, and suggest a correction.
 
-    argparse also does this, but only after it has misread the option's value.
+    argparse also reports this, but only after it has misread the option's value.
     """
     if not words:
         return
@@ -104,18 +104,18 @@ def _refuse_misspelt(
 def _ended_by_signals() -> Iterator[None]:
     """End the block by SystemExit at SIGTERM and SIGINT, so that half-written files are removed.
 
-    This also works as process 1 of a container, where the kernel drops unhandled signals.
+    This also works for process 1 of a container, for which the kernel drops signals without a handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one does not wait until all is tidy
+        signal.signal(number, signal.SIG_DFL)  # a second signal does not wait for the cleanup
         raise SystemExit(_TERMINATED)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGTERM] is signal.SIG_DFL:  # not where a program that runs commands has its own
+    if before[signal.SIGTERM] is signal.SIG_DFL:  # keep the handler of a program that runs commands
         signal.signal(signal.SIGTERM, terminate)
     try:
         yield
@@ -127,7 +127,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _written(code: int, write: Callable[[], object]) -> int:
-    """Write to stdout and return the exit code; a closed pipe is no error, a full disk is."""
+    """Write to stdout and return the exit code; a closed pipe is not an error, a full disk is."""
     if sys.stdout is None or sys.stdout.closed:
         return code
     try:

@@ -1,4 +1,4 @@
-"""Types of arguments, and arguments that several commands share."""
+"""Types of arguments, and arguments that several commands have in common."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-A_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
+A_CHECKPOINT = "a checkpoint, or an output dir for its newest checkpoint; a path or URL, also DIR/latest~1"
 AN_OUTPUT_DIR = "output dir; a path or URL"
-A_FILE_OF_IDS = "a text file with an id a line, .npy or .parquet"
+A_FILE_OF_IDS = "a text file with one id per line, .npy or .parquet"
 
 
 def _count_from(least: int) -> Callable[[str], int]:
@@ -47,7 +47,7 @@ def n_bytes(text: str) -> int:
     return int(match[1]) * int((1024 if match[3] else 1000) ** " kMGT".index(match[2] or " "))
 
 
-seconds.__name__, int64.__name__ = "number of seconds", "id"  # as argparse calls them in "invalid ... value"
+seconds.__name__, int64.__name__ = "number of seconds", "id"  # names that argparse prints in "invalid ... value"
 
 
 class Argument(NamedTuple):
@@ -66,14 +66,14 @@ def argument(usage: str, what: str | None = None, **options: Any) -> Argument:
 
 
 def page(what: str) -> Argument:
-    return argument("--out,--html FILE.html", f"{what}; it needs no other file", dest="out")
+    return argument("--out,--html FILE.html", f"{what}, self-contained", dest="out")
 
 
 def threads(what: str, default: int | None = None) -> Argument:
     shown = 8 if default is None else "%(default)s"
-    what = f"files to {what} at once (default: {shown}, locally at most one a core)"
+    what = f"files to {what} at once (default: {shown}, locally at most one per core)"
     return argument("--threads N", what, type=positive, default=default)
 
 
-_OVERDUE = "age of the newest checkpoint above which the next save counts as missed (default: 3 times the usual)"
+_OVERDUE = "age of the newest checkpoint above which the next save is overdue (default: 3 times the usual)"
 OVERDUE = argument("--overdue SECONDS", _OVERDUE, type=seconds)

@@ -12,7 +12,7 @@ from typing import Any
 from recckpt.cli.convert import FORMATS, TARGETS
 from recckpt.format import layout
 
-_PLACES = ("checkpoint", "path", "before", "after")  # arguments that are a checkpoint, or an output dir
+_PLACES = ("checkpoint", "path", "before", "after")  # arguments that name a checkpoint or an output dir
 
 
 def complete(parser: argparse.ArgumentParser, **how: Any) -> None:
@@ -21,12 +21,12 @@ def complete(parser: argparse.ArgumentParser, **how: Any) -> None:
         import argcomplete
     except ImportError:
         return
-    logging.disable()  # the shell shows stderr in the middle of the line
+    logging.disable()  # a log line on stderr would appear in the middle of the command line
     argcomplete.autocomplete(parser, always_complete_options=False, default_completer=_candidates, **how)
 
 
 def _candidates(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """Return the candidates for an argument; none after any error, which would break the shell's line."""
+    """Return the candidates for an argument; none after any error, because error text would break the command line."""
     ways: dict[str, Callable[[], Iterable[str]]] = {
         **dict.fromkeys(_PLACES, lambda: _paths(prefix, with_checkpoints=True)),
         "dir": lambda: _paths(prefix),
@@ -45,7 +45,7 @@ def _candidates(prefix: str, action: argparse.Action, parsed_args: argparse.Name
 
 
 def _paths(prefix: str, *, with_checkpoints: bool = False, with_files: bool = False) -> Iterable[str]:
-    """Yield local paths without reading manifests; none for URLs, because an object store may be slow."""
+    """Yield local paths without reading manifests; yields none for URLs, because an object store may be slow."""
     if "://" in prefix:
         return
     folder, slash, begun = prefix.rpartition("/")

@@ -26,58 +26,60 @@ ARGUMENTS = {
     "import": (
         argument("source SOURCE", "a file or directory; a path or URL"),
         argument("dir DIR", "output dir of the checkpoint; a path or URL"),
-        argument("--from FORMAT", f"{', '.join(FORMATS)} (default: what the files look like)", dest="format"),
+        argument("--from FORMAT", f"{', '.join(FORMATS)} (default: recognised by the files)", dest="format"),
         argument(
             "--table NAME",
-            "only this table, once for each; of files of rows, which have one: its name (default: the file's)",
+            "only this table; may be repeated. For files of rows, the name of their table (default: the file's)",
             dest="tables",
             action="append",
         ),
         argument(
             "--as-table TENSOR[=IDS]",
-            "a tensor that becomes a table, with the ids 0 to n - 1, or those of another tensor",
+            "a tensor to import as a table, with the ids 0 to n - 1 or the ids in another tensor; may be repeated",
             action="append",
             default=[],
         ),
         argument(
             "--name TABLE=NEW",
-            "another name for a table of the source, once for each",
+            "a new name for a table of the source; may be repeated",
             dest="names",
             action="append",
             default=[],
         ),
-        argument("--ids COLUMN", "of files of rows: the column of ids (default: %(default)s)", default="id"),
+        argument("--ids COLUMN", "for files of rows: the column of ids (default: %(default)s)", default="id"),
         argument(
-            "--embedding COLUMN", "of files of rows: the column of vectors (default: %(default)s)", default="embedding"
+            "--embedding COLUMN", "for files of rows: the column of vectors (default: %(default)s)", default="embedding"
         ),
         argument(
-            "--slots A,B", "of Parquet and Arrow files: the other columns to take, separated by commas (default: all)"
+            "--slots A,B", "for Parquet and Arrow files: the other columns to read, separated by commas (default: all)"
         ),
         argument("--step N", "step of the checkpoint (default: the source's, or 0)", type=int),
-        argument("--dry-run", "say what would be done; read no rows and write nothing"),
+        argument("--dry-run", "show what would be done; read no rows and write nothing"),
     ),
     "export": (
         argument("checkpoint CKPT", A_CHECKPOINT),
-        argument("target TARGET", "what to write; must not exist"),
+        argument("target TARGET", "path to write; must not exist"),
         argument("--to FORMAT", f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}", required=True),
-        argument("--table NAME", "only this table, once for each", dest="tables", action="append"),
+        argument("--table NAME", "only this table; may be repeated", dest="tables", action="append"),
         argument(
             "--slots A,B",
             "slots beside the ids, separated by commas (default: embedding, or what the format needs; "
             "with --skip-damaged all)",
         ),
-        argument("--where JSON", 'which rows, as in a load_conf: \'{"count": {"min": 5}}\''),
+        argument("--where JSON", 'a filter of rows, as in a load_conf: \'{"count": {"min": 5}}\''),
         argument(
             "--dtype",
-            "of vectors, and of dense tensors unless it is int8; the largest error is in the metadata",
+            "dtype for vectors and, except int8, for dense tensors; the metadata has the largest error",
             choices=["float16", "bfloat16", "int8"],
         ),
         argument(
             "--since CKPT",
-            "only what has changed since this checkpoint, which CKPT stands on, and the ids that were deleted",
+            "only rows changed and ids deleted since this checkpoint, which must be in CKPT's chain",
         ),
         argument(
-            "--skip-damaged", "export what is whole of a damaged checkpoint, of DIR the newest, and list what is not"
+            "--skip-damaged",
+            "export the undamaged parts of a damaged checkpoint (of DIR the newest); list the rest"
+            "export the undamaged parts of a damaged checkpoint, by default DIR's newest; list the rest",
         ),
     ),
     "consolidate": (
@@ -256,11 +258,11 @@ def _lines_of_export(done: Exported) -> Iterator[Line]:
     yield f"{escaped(done.ckpt_id)}: wrote {one_line(done.target)}, {size(done.n_bytes)}"
 
 
-def _skipped(skipped: Sequence[Skipped]) -> Iterator[str]:  # a line a table, and for anything else
+def _skipped(skipped: Sequence[Skipped]) -> Iterator[str]:  # a line per table, and per other item
     for table in dict.fromkeys(each.table for each in skipped if each.table):
         rows = [each.rows for each in skipped if each.table == table]
         known = plural(sum(n for n in rows if n is not None), "row")
-        yield f"{escaped(table)}: {known} skipped{', and more of which no file says how many' if None in rows else ''}"
+        yield f"{escaped(table)}: {known} skipped{', and an unknown number more' if None in rows else ''}"
     for each in skipped:
         if not each.table:
             yield f"{escaped(each.tensor or each.file)}: skipped, {one_line(each.reason)}"

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 _HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
 _TONES: dict[str, Tone] = {"overwritten": "past", "superseded": "past", "pinned": "pinned", "newest": "newest"}
-_MOST_METRICS = 4  # columns of them; --json has all
-_LABEL = 40  # characters of a text that are shown
+_MOST_METRICS = 4  # most columns of metrics; --json has all
+_LABEL = 40  # most characters of a text to show
 _NEAR_HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "HERE", "STANDS ON")
 
 ARGUMENTS = {
     "ls": (
         argument("dir DIR", "output dir, or a directory of output dirs; a path or URL"),
-        argument("--near PATH", "list the near saves too that a restore with Near(PATH) may take"),
+        argument("--near PATH", "also list the near saves that a restore with Near(PATH) may use"),
     ),
     "near": (
-        argument("what", "list them, of all output dirs, or remove all", choices=("ls", "clear")),
-        argument("path PATH", "as of Near(PATH)"),
+        argument("what", "list the near saves of all output dirs, or remove all", choices=("ls", "clear")),
+        argument("path PATH", "the path of Near(PATH)"),
     ),
 }
 
@@ -62,7 +62,7 @@ def run_ls(args: argparse.Namespace) -> CommandResult:
             at = Near(args.near)
         near_saves = counting_here(storage, listing, at)
         data["near"] = [_near_data(save) for save in near_saves]
-        named, nothing = [(storage.url, save) for save in near_saves], "no near saves of this output dir that count"
+        named, nothing = [(storage.url, save) for save in near_saves], "no valid near saves of this output dir"
         lines.append(_near_table(named) if named else f"{args.near}: {nothing}{_why_empty(args.near)}")
     return CommandResult(data, lines, _problems(storage, listing))
 
@@ -121,7 +121,7 @@ def _problems(storage: Storage, listing: Listing) -> list[str]:
 
 
 def _unfinished(storage: Storage, listing: Listing) -> dict[str, str]:
-    """Describe directories of unfinished saves and half-removed checkpoints, and directories that look like these."""
+    """Describe directories of unfinished saves and of half-removed checkpoints, and directories that resemble them."""
     unfinished: dict[str, str] = {}
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
@@ -132,7 +132,7 @@ def _unfinished(storage: Storage, listing: Listing) -> dict[str, str]:
         elif layout.INTENT in names or any(layout.is_draft(name, layout.INTENT) for name in names):
             unfinished[directory] = "a save that died, or still runs"
         else:
-            unfinished[directory] = f"files that are named like ours, without {layout.INTENT}: their writer is unknown"
+            unfinished[directory] = f"files with names of recckpt, without {layout.INTENT}: their writer is unknown"
     return unfinished
 
 
@@ -172,7 +172,7 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
 
 
 def _metrics(listing: Listing) -> list[str]:
-    """Return the names of metrics: floats in the checkpoints' states that recckpt did not put there."""
+    """Return the names of metrics: floats in the checkpoints' states that recckpt itself did not store."""
     states = (checkpoint.manifest.state for checkpoint in listing.committed)
     names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, float))
     return [name for name in names if name != EVENT_TIME and not name.startswith(layout.SPARSE_LR)][:_MOST_METRICS]
@@ -225,7 +225,7 @@ def run_near(args: argparse.Namespace) -> CommandResult:
         left += [{"place": each.place, "directory": name} for name in each.directories() if name not in sealed]
     nothing = f"{args.path}: no near saves{_why_empty(args.path)}"
     lines: list[Line] = [_near_table(named)] if named else []
-    unsealed = "not sealed: of a save that died, or is being written"
+    unsealed = "not sealed: its save died, or is still writing"
     lines += [f"{each['place']}/{each['directory']}: {unsealed}" for each in left]
     return CommandResult({"near_saves": data, "unsealed": left}, lines or [nothing])
 

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 _INTERVAL_SEC, _DAY_SEC = 5.0, 86_400.0
 
 _KEEP = (
-    "a number of the newest, all, every=STEPS, best=METRIC, least=METRIC, days=N, one-per-days=N, bytes=SIZE; some of "
-    "them, by commas"
+    "a number of the newest, all, every=STEPS, best=METRIC, least=METRIC, days=N, one-per-days=N, bytes=SIZE; several "
+    "are separated by commas"
 )
 ARGUMENTS = {
     "mirror": (
         argument("run RUN", AN_OUTPUT_DIR),
         argument("to TO", "an empty place, or a mirror of RUN; a path or URL"),
-        argument("--follow", "go on as the run goes on, until control-C or SIGTERM"),
-        argument("--interval SECONDS", "with --follow: seconds between two looks (default: 5)", type=seconds),
-        argument("--keep POLICY", f"what to have there (default: what RUN has): {_KEEP}"),
+        argument("--follow", "keep copying while the run saves, until control-C or SIGTERM"),
+        argument("--interval SECONDS", "with --follow: seconds between two passes (default: 5)", type=seconds),
+        argument("--keep POLICY", f"checkpoints to keep there (default: those of RUN): {_KEEP}"),
         threads("copy", default=4),
     )
 }
@@ -42,12 +42,12 @@ def run_mirror(args: argparse.Namespace) -> CommandResult:
     from recckpt.rewrite.mirroring import Mirror
 
     if args.interval is not None and not args.follow:
-        raise UsageError("--interval goes with --follow")
+        raise UsageError("--interval needs --follow")
     with usage_checked():
         keep = None if args.keep is None else keep_policy(args.keep)
         made = Mirror(args.run, args.to, keep=keep, threads=args.threads)
         if args.follow:
-            with suppress(KeyboardInterrupt, SystemExit):  # by SIGTERM: it was to go on until then
+            with suppress(KeyboardInterrupt, SystemExit):  # SIGTERM is the normal end
                 _follow(made, args.interval or _INTERVAL_SEC, as_json=args.json)
             return SHOWN
         done = made.update()
@@ -55,7 +55,7 @@ def run_mirror(args: argparse.Namespace) -> CommandResult:
 
 
 def keep_policy(text: str) -> Keep:
-    """Parse a keep policy of the command line; ValueError if it cannot be parsed."""
+    """Parse a keep policy of the command line; ValueError if it is invalid."""
     from recckpt.policies import keep
 
     policies: dict[str, Callable[[str], Keep]] = {
@@ -83,7 +83,7 @@ def keep_policy(text: str) -> Keep:
 def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
     """Print a line for each pass that changed something, and problems whenever they change.
 
-    Problems at the first pass end it, except that a run may have no checkpoint yet.
+    Problems in the first pass end it, except if the run has no checkpoint yet.
     """
     from recckpt.rewrite.mirror_hold import NoMirrorError
 
@@ -103,7 +103,7 @@ def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
                     raise
                 problems = [str(error)]
             for problem in problems if problems != before else ():
-                terminal.complain(f"{problem}; looking again every {interval_sec:g} s")
+                terminal.complain(f"{problem}; trying again every {interval_sec:g} s")
             before = problems
             sleep(interval_sec)
     leave_stdout()

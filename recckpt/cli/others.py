@@ -1,4 +1,4 @@
-"""Checkpoints of other programs, for the commands that show checkpoints."""
+"""Files of other programs, for the commands that show checkpoints."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from recckpt.inspect.reader import CheckpointReader
     from recckpt.sparse.files.dataset import StreamedDataset
 
-_UNSEEN = "values that have changed go unseen; `recckpt import` it, and verify sees damage from then on"
+_UNSEEN = "changed values go unnoticed; `recckpt import` the files, so that verify can detect later damage"
 
 
 def source_at(path: str) -> SourceReader | None:
-    """Open the files that another program saved at a path; None if no format recognises them.
+    """Open files of another program at a path; None if no format recognises them.
 
     ConversionError if a file is damaged or its format is unclear; MissingLibraryError if it needs torch.
     """
@@ -50,7 +50,7 @@ def reader_at(path: str) -> CheckpointReader | SourceReader:
 
 
 def verified(source: SourceReader, *, deep: bool) -> CommandResult:
-    """Read everything if ``deep``; report unreadable parts, and damage that the format cannot detect."""
+    """Read everything if ``deep``; report unreadable parts, and state what damage the format cannot detect."""
     contents, problems = source.contents, list[str]()
     items: list[SourceTable | SourceTensor] = [*contents.tables, *contents.dense]
     sizes = [*(table.n_rows * table.row_bytes for table in contents.tables), *(one.nbytes for one in contents.dense)]
@@ -66,7 +66,7 @@ def verified(source: SourceReader, *, deep: bool) -> CommandResult:
     row = escaped(source.path), contents.format, count(rows), count(len(contents.dense)), size(sum(sizes)), result
     numbers = "ROWS", "TENSORS", "SIZE"
     lines: list[Line] = [Table(("SOURCE", "FORMAT", *numbers, "RESULT"), [row], numbers)]
-    seen = "all of it can be read, and shapes and dtypes agree" if deep else "its headers agree with its files"
+    seen = "everything can be read, and shapes and dtypes agree" if deep else "its headers agree with its files"
     lines += ["", f"{contents.format} has no checksums: {'' if problems else seen + ', but '}{_UNSEEN}"]
     facts = {"url": source.path, "format": contents.format, "checksums": False, "deep": deep}
     return CommandResult({**facts, "good": not problems, "problems": problems}, lines, problems)
@@ -83,7 +83,7 @@ def views_of(source: SourceReader) -> tuple[duckdb.DuckDBPyConnection, Sequence[
 
 
 def diff_of_others(before: str, after: str, tolerance: float) -> tuple[CheckpointDiff, list[str]] | None:
-    """Compare dense tensors by name; None if both are checkpoints of recckpt.
+    """Compare dense tensors by name; None if both paths are checkpoints of recckpt.
 
     Also returns the names of tables, which are not compared. If one side's names have a common prefix such as
     ``model.``, the prefix is ignored.
@@ -126,13 +126,13 @@ def _rows(tensor: SourceTensor, begin: int, end: int) -> Any:
 
 
 def _called_alike(old: Sequence[Comparable], new: Sequence[Comparable]) -> tuple[list[Comparable], list[Comparable]]:
-    """Return both sides; remove the common prefix from one side's names if more names match without it."""
+    """Return both sides; remove the common prefix from the names of one side if more names match without the prefix."""
 
     def shorter(tensors: Sequence[Comparable]) -> Iterator[list[Comparable]]:
         yield list(tensors)
         for prefix in dict.fromkeys(each.name.partition(".")[0] + "." for each in tensors):
             names = [each.name.removeprefix(prefix) for each in tensors]
-            if len(set(names)) == len(names):  # else one of them would be lost
+            if len(set(names)) == len(names):  # otherwise a tensor would be lost
                 yield [each._replace(name=name) for each, name in zip(tensors, names, strict=True)]
 
     def n_alike(pair: tuple[list[Comparable], list[Comparable]]) -> int:

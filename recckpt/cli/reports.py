@@ -22,7 +22,7 @@ def _tolerance(text: str) -> float:
     return number
 
 
-_tolerance.__name__ = "number"  # as argparse calls it in "invalid ... value"
+_tolerance.__name__ = "number"  # name that argparse prints in "invalid ... value"
 
 
 def _rate(text: str) -> float:
@@ -44,18 +44,18 @@ ARGUMENTS = {
             type=_tolerance,
             default=0.0,
         ),
-        argument("--top N", "rows to name that moved most (default: %(default)s)", type=natural, default=10),
-        page("a page of it to write too; must not exist"),
+        argument("--top N", "rows to list: those that moved most (default: %(default)s)", type=natural, default=10),
+        page("page to write as well; must not exist"),
     ),
     "report": (
         argument("dir DIR", AN_OUTPUT_DIR),
-        page("the page to write (default: report.html, with --json none); must not exist"),
+        page("page to write (default: report.html, none with --json); must not exist"),
         argument("--quick", "read no rows: manifests, sizes and the timeline only", dest="deep", action="store_false"),
         threads("read"),
         OVERDUE,
         argument(
             "--failures-per-day N",
-            "how often the run fails; the report then advises how often to save, from the duration of past saves",
+            "how often the run fails, for advice on how often to save, based on past saves",
             type=_rate,
         ),
         argument("--near PATH", "also report what near saves of Near(PATH) on this host could restore now"),
@@ -68,13 +68,13 @@ ARGUMENTS = {
 
 
 def run_diff(args: argparse.Namespace) -> CommandResult:
-    """Compare two checkpoints; as in diff(1), the exit code is 1 if they differ and 2 after an error."""
+    """Compare two checkpoints. As for diff(1), the exit code is 1 if they differ and 2 after an error."""
     from recckpt.cli.others import diff_of_others
     from recckpt.inspect.diff import diff
     from recckpt.inspect.diff_result import lines_of, verdict
     from recckpt.storage import new_file
 
-    tables = list[str]()  # that are not compared
+    tables = list[str]()  # tables that are not compared
     try:
         try:
             comparison = diff(args.before, args.after, tolerance=args.tolerance, top=args.top)
@@ -92,7 +92,7 @@ def run_diff(args: argparse.Namespace) -> CommandResult:
         raise CommandError(str(error), USAGE) from error
     problems = [] if comparison.is_equal else [verdict(comparison)]
     if tables:
-        problems.append(f"tables are not compared: {first_few(tables)}; import what is not ours, and compare that")
+        problems.append(f"tables are not compared: {first_few(tables)}; import foreign files, then compare")
     return CommandResult({**comparison.to_dict(), "tables_not_compared": tables}, lines, problems)
 
 
@@ -110,8 +110,8 @@ def run_report(args: argparse.Namespace) -> CommandResult:
         if path is None:
             run = report(args.dir, **options)
         else:
-            os.environ.pop("MPLBACKEND", None)  # a notebook sets it for `!recckpt`, and its backend need not be here
-            needed("matplotlib", "report")  # before anything is read
+            os.environ.pop("MPLBACKEND", None)  # a notebook sets it for `!recckpt`, but its backend may not exist here
+            needed("matplotlib", "report")  # fail before reading anything
             with new_file(path) as sink:
                 run = report(args.dir, **options)
                 sink.write(run.to_html().encode())

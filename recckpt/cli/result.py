@@ -20,7 +20,7 @@ GOOD, PROBLEM, USAGE = 0, 1, 2
 class CommandResult:
     data: Any  # for --json: dicts, lists, numbers, strings, bools and None
     lines: Sequence[Line]  # for people
-    problems: Sequence[str] = field(default=())  # a line each, for stderr; any makes the exit code 1
+    problems: Sequence[str] = field(default=())  # one line each, for stderr; if there are any, the exit code is 1
 
     @property
     def code(self) -> int:
@@ -30,7 +30,7 @@ class CommandResult:
         return "" if self.data is None else json.dumps(_strict(self.data), allow_nan=False) + "\n"
 
 
-SHOWN = CommandResult(None, [])  # of a command that was printed as it came
+SHOWN = CommandResult(None, [])  # for commands that printed their output already
 
 
 class CommandError(Exception):
@@ -47,7 +47,7 @@ class UsageError(Exception):
 
 @contextmanager
 def usage_checked() -> Iterator[None]:
-    """Turn a ValueError, such as for a path that no storage accepts, into a UsageError."""
+    """Turn a ValueError, such as for a path that no storage supports, into a UsageError."""
     try:
         yield
     except ValueError as error:
@@ -55,13 +55,13 @@ def usage_checked() -> Iterator[None]:
 
 
 def leave_stdout() -> None:
-    """Redirect stdout to the null device after its reader has gone, so that the last flush cannot fail."""
-    with suppress(OSError, ValueError):  # where it is no file, nothing is flushed
+    """Redirect stdout to the null device after its reader has exited, so that the last flush cannot fail."""
+    with suppress(OSError, ValueError):  # if it is not a file, nothing is flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _strict(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by strings as protocol buffers do."""
+    """Replace NaN and infinities, which JSON lacks, by strings, as protocol buffers do."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _Answer = TypeVar("_Answer")
 _ID = "id"
-_ZONED = "TIMESTAMP WITH TIME ZONE"  # as duckdb calls the type, within others too
+_ZONED = "TIMESTAMP WITH TIME ZONE"  # duckdb's name of the type, also inside nested types
 
 
 def _id_or_all(text: str) -> int | None:
@@ -32,26 +32,26 @@ def _id_or_all(text: str) -> int | None:
 
 
 _id_or_all.__name__ = int64.__name__
-_WHICH = argument("ids ID", "any int64, negative ones too; `all` of a dense tensor", nargs="+", type=_id_or_all)
+_WHICH = argument("ids ID", "any int64, also negative; `all` for a dense tensor", nargs="+", type=_id_or_all)
 _OF_A_TABLE = (
     argument("checkpoint CKPT", A_CHECKPOINT),
     argument("table TABLE"),
     argument("--columns A,B", "slots to print, separated by commas (default: all)"),
 )
-_IDS = argument("ids ID", "any int64, negative ones too", nargs="+", type=int64)
+_IDS = argument("ids ID", "any int64, also negative", nargs="+", type=int64)
 _ALL = "all"
-_MOST_ROWS = 20  # of a tensor that are printed; --json has all
+_MOST_ROWS = 20  # most rows of a tensor to print; --json has all
 ARGUMENTS = {
     "head": (argument("-n N", "number of rows (default: %(default)s)", type=natural, default=10), *_OF_A_TABLE),
     "get": (*_OF_A_TABLE, _WHICH),
     "history": (argument("dir RUN", AN_OUTPUT_DIR), argument("table TABLE"), _IDS),
     "sql": (
         argument("checkpoint CKPT", A_CHECKPOINT),
-        argument("query QUERY", 'such as "select count(*) from item"; quote names: "user/1"'),
+        argument("query QUERY", 'such as "select count(*) from item"; quote names like "user/1"'),
         argument("--csv", "print CSV, with a header"),
         argument(
             "--unchecked",
-            "do not check the values of a full checkpoint; without this option, every value read is checked",
+            "do not check the values of a full checkpoint (default: every value that is read is checked)",
             dest="checked",
             action="store_false",
         ),
@@ -79,7 +79,7 @@ def run_get(args: argparse.Namespace) -> CommandResult:
 
 
 def _read(args: argparse.Namespace, use: Callable[[CheckpointReader | SourceReader], _Answer]) -> _Answer:
-    """Call a function on a checkpoint; if the writer removes the checkpoint meanwhile, use a newer one."""
+    """Call a function on a checkpoint; if the writer removes the checkpoint meanwhile, on a newer one."""
     from recckpt.cli.others import reader_at
     from recckpt.output_dir.open_files import first_whole
 
@@ -132,7 +132,7 @@ def _tensor(reader: CheckpointReader | SourceReader, args: argparse.Namespace) -
     )
     lines += [Table(("ROW", "VALUES"), rows, ("ROW",))] if shape else [cell(_plain(values.item()))]
     if shape and shape[0] > _MOST_ROWS:
-        lines.append(f"and {plural(shape[0] - _MOST_ROWS, 'row')} more, which --json has")
+        lines.append(f"and {plural(shape[0] - _MOST_ROWS, 'row')} more; --json has all")
     return CommandResult(
         {"tensor": name, "dtype": dtype, "shape": list(shape), "values": _plain(values.tolist())}, lines
     )
@@ -152,7 +152,7 @@ def run_history(args: argparse.Namespace) -> CommandResult:
         except KeyError as error:
             raise CommandError(error.args[0]) from error
     missing = ", ".join(str(row.id) for row in rows.rows if not row.is_known)
-    what = f"no checkpoint has a row of id {missing} in table {escaped(args.table)}"
+    what = f"no checkpoint has a row for id {missing} in table {escaped(args.table)}"
     problems = [f"{rows.url}: {what}"] if missing else []
     if rows.damage:
         problems.append(f"{rows.url}: found damage in {plural(len(rows.damage), 'place')}; `recckpt verify` shows all")
@@ -164,7 +164,7 @@ def run_sql(args: argparse.Namespace) -> CommandResult:
     from recckpt.inspect.sql import open_views
 
     if args.csv and args.json:
-        raise UsageError("--csv and --json are two forms of one answer; name one of them")
+        raise UsageError("--csv and --json exclude each other; pass one of them")
     try:
         with usage_checked():
             connection, tables = open_views(args.checkpoint, checked=args.checked)
@@ -172,7 +172,7 @@ def run_sql(args: argparse.Namespace) -> CommandResult:
         if (source := source_at(args.checkpoint)) is None:
             raise
         connection, tables = views_of(source)
-    import duckdb  # which open_views() has found
+    import duckdb  # open_views() has checked that it is installed
 
     try:
         names, rows = _answer(connection, args.query)
@@ -203,7 +203,7 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str
     *before, last = statements
     for statement in before:
         connection.execute(statement)
-    kinds: list[tuple[str, str]] = []  # stays so if it is not a query, or a wrong one
+    kinds: list[tuple[str, str]] = []  # stays empty if it is not a query, or an invalid one
     with suppress(duckdb.Error):
         described = connection.execute(f"describe {last.query}").fetchall()
         kinds = [(name, kind) for name, kind, *_ in described]
@@ -216,12 +216,12 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str
 
 
 def _with_times_as_text(query: str, kinds: Sequence[str]) -> str:
-    """Return a query whose times with time zones are text, because duckdb needs pytz to return them as objects."""
+    """Return a query with times with time zones as text, because duckdb needs pytz to return them as objects."""
     import duckdb
 
     for end in (at for at in range(len(query) - 1, -1, -1) if query[at] == ";"):
-        with suppress(duckdb.Error):  # where the semicolon is in a text or a comment
-            if not duckdb.extract_statements(query[end + 1 :]):  # it ends the statement, with a comment or none behind
+        with suppress(duckdb.Error):  # the semicolon may be in a text or a comment
+            if not duckdb.extract_statements(query[end + 1 :]):  # it ends the statement; only a comment may follow
                 query = query[:end]
                 break
     names = [f"c{number}" for number in range(len(kinds))]
@@ -245,7 +245,7 @@ def _table_of_answer(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> lis
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a type of JSON; types that JSON lacks, such as dates, become text."""
+    """Return a value in a type of JSON: types that JSON lacks, such as dates, become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

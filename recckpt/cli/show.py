@@ -1,4 +1,4 @@
-"""``recckpt show``: what a checkpoint holds."""
+"""``recckpt show``: the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from recckpt.storage import Storage
     from recckpt.types import SlotSpec
 
-_UNCHECKED = "It has no checksums that recckpt could check: import it, and verify sees damage from then on."
+_UNCHECKED = "It has no checksums that recckpt could check: import it, so that verify can detect later damage."
 _OF_TABLES = ("NAME", "ROWS", "SIZE", "SLOTS")
 ARGUMENTS = {
     "show": (
-        argument("--files", "list the files too, and name those of each table"),
+        argument("--files", "also list the files, and the files of each table"),
         argument("checkpoint CKPT", A_CHECKPOINT),
     )
 }
@@ -59,7 +59,7 @@ def run_show(args: argparse.Namespace) -> CommandResult:
             return CommandResult(data, lines, [*problems, str(error)])
         for table in data["tables"]:
             table["files"] = files[table["name"]]
-        # The one file, or a pattern for the files of its schema.
+        # The only file, or a pattern for the files with the same schema.
         places = []
         for name, of_table in files.items():
             patterns = dict.fromkeys(map(layout.pattern_of_parts, of_table)) if len(of_table) > 1 else of_table
@@ -153,7 +153,7 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
     if manifest.parent is not None:
         kind = [("kind", f"delta on {escaped(manifest.parent.ckpt_id)}")]
     elif manifest.is_compacted:
-        kind = [("kind", "full, made of a delta and what it stood on")]
+        kind = [("kind", "full, made from a delta and its bases")]
     head = [
         ("checkpoint", escaped(manifest.ckpt_id)),
         ("url", escaped(url)),
@@ -166,7 +166,7 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
         ("written by", one_line(", ".join(f"{name} {version}" for name, version in manifest.writer.items()))),
         *([("flags", "ephemeral")] if manifest.ephemeral else []),
     ]
-    if checkpoint.below:  # a delta is read from these
+    if checkpoint.below:  # the base checkpoints of a delta
         own = ((link.directory, link.manifest) for link in checkpoint.links)
         rows = [(f"{escaped(d)}/", m.kind, count(sum(t.own_rows for t in m.tables)), size(m.n_bytes)) for d, m in own]
         links = [Table(("DIRECTORY", "KIND", "ROWS", "SIZE"), rows, ("ROWS", "SIZE"))]
@@ -175,7 +175,7 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
     lines: list[Line] = list(pairs(head))
     lines += section("links", links)
     lines += section("tables", _table_of_tables(manifest) if manifest.tables else [])
-    lines += section("not as they were", [one_line(text) for text in descriptions_of(reduced)])
+    lines += section("reduced tables", [one_line(text) for text in descriptions_of(reduced)])
     lines += section("dense tensors", _tensor_lines(tensors))
     lines += section("registered objects", _table_of_registered(manifest))
     lines += section("lacks", [one_line(text) for text in manifest.training.unsaved.descriptions])
@@ -209,7 +209,7 @@ def _registered(manifest: Manifest) -> list[dict[str, Any]]:
 def _table_of_registered(manifest: Manifest) -> list[Line]:
     rows = []
     for entry in _registered(manifest):
-        parts = ["one state a rank"] if entry["per_rank"] else []
+        parts = ["one state per rank"] if entry["per_rank"] else []
         parts += [escaped(entry["class"])] if entry["class"] else []
         parts += [f"state of {plural(entry['parameters'], 'parameter')}"] if entry["parameters"] else []
         parts += ["optimizer of the tables"] if entry["name"] == layout.SPARSE_OPTIM else []

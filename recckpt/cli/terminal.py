@@ -1,6 +1,6 @@
-"""Output for people: coloured tables on a terminal if `rich` (extra `cli`) is installed, else plain text.
+"""Output for people: coloured tables on a terminal if `rich` (extra `cli`) is installed, otherwise plain text.
 
-Red is damaged, yellow uncertain, bold newest or pinned, faint past.
+Red is damaged, yellow uncertain, bold newest or pinned, faint superseded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _STYLES = {"damaged": "red", "unsure": "yellow", "good": "green", "newest": "bold", "pinned": "bold", "past": "dim"}
-_MOST_ROWS = 2_000  # of a table in colour, which takes a while to lay out
-_LEAST_WIDTH = 8  # of a column of names; a terminal that has less for each gets long lines
-_LEAST_LAST_WIDTH = 24  # of the last column, where sentences stand
+_MOST_ROWS = 2_000  # most rows of a coloured table, whose layout takes time
+_LEAST_WIDTH = 8  # least width of a column of names; narrower terminals get long lines
+_LEAST_LAST_WIDTH = 24  # least width of the last column, which has sentences
 _GAP = 2
 
 
@@ -52,7 +52,7 @@ def print_at_once(line: str) -> None:
 
 
 def complain(message: str, style: str = "bold red") -> None:
-    """Write a message to stderr in one line; do nothing if stderr is closed."""
+    """Write a message to stderr as one line; do nothing if stderr is closed."""
     line = one_line(message)
     try:
         console = console_of(sys.stderr)
@@ -65,7 +65,7 @@ def complain(message: str, style: str = "bold red") -> None:
 
 
 class LogLines(logging.Handler):
-    """Writes log records as messages, clear of the progress bars."""
+    """Writes log records as messages that do not garble the progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with aside():
@@ -85,7 +85,7 @@ def console_of(stream: Any) -> Console | None:
 
 
 def _take_all(stream: Any) -> None:
-    """Make a stream write characters as escapes if its encoding lacks them."""
+    """Make a stream write characters that its encoding lacks as escapes."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
 
@@ -127,7 +127,7 @@ def _grid(table: Table, widths: Sequence[int]) -> RenderableType:
 def _widths(table: Table, room: int) -> list[int] | None:
     """Return the width of each column, None if there is no room; numbers and times are never broken.
 
-    rich alone would cut a column that has to be narrower than its minimum.
+    rich alone would cut a column that must be narrower than its minimum.
     """
     widths = [max(map(width_of, column)) for column in zip(table.head, *table.rows, strict=True)]
     least = [_LEAST_WIDTH] * (len(widths) - 1) + [_LEAST_LAST_WIDTH]
@@ -135,7 +135,7 @@ def _widths(table: Table, room: int) -> list[int] | None:
     unbroken = {*table.right, *table.whole}
     spare = [0 if name in unbroken else width - low for name, width, low in columns]
     missing = table.indent + sum(widths) + _GAP * (len(widths) - 1) - room
-    for _ in range(missing):  # the widest that has something to spare gives
+    for _ in range(missing):  # narrow the widest column that has spare width
         widest = max(range(len(widths)), key=lambda at: (spare[at] > 0, widths[at]))
         if spare[widest] <= 0:
             return None

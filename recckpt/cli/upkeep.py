@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 ARGUMENTS = {
     "repair": (
         argument("dir DIR", AN_OUTPUT_DIR),
-        argument("--clean", "remove what no writer can still be writing"),
-        argument("--dry-run", "change nothing, and say what would be done"),
+        argument("--clean", "remove leftovers that no writer can still be writing"),
+        argument("--dry-run", "change nothing, and show what would be done"),
     ),
     "compact": (
         argument("dir DIR", AN_OUTPUT_DIR),
         argument("ckpt CKPT", "id of the checkpoint (default: the newest)", nargs="?"),
-        argument("--out OTHER", "another output dir, to which the checkpoint is written"),
+        argument("--out OTHER", "write the checkpoint to this other output dir"),
         argument(
             "--adopt",
-            "take the output dir over and commit what was made; without it the trainer does, at its next save",
+            "take over the output dir and commit the result; otherwise the trainer does so at its next save",
         ),
         argument(
             "--workers N",
-            "threads that work (default: %(default)s, locally at most one a core)",
+            "number of threads (default: %(default)s, locally at most one per core)",
             type=positive,
             default=4,
         ),
@@ -45,14 +45,12 @@ ARGUMENTS = {
     ),
     "forget": (
         argument("dir DIR", AN_OUTPUT_DIR),
-        argument("--table TABLE", "without it and --ids, finish earlier requests"),
+        argument("--table TABLE", "without --table and --ids, complete earlier requests"),
         argument("--ids FILE", A_FILE_OF_IDS),
-        argument(
-            "--dry-run", "change nothing; say what would be written again and removed, and about how long it takes"
-        ),
+        argument("--dry-run", "change nothing; show what would be rewritten and removed, and about how long it takes"),
         argument(
             "--mirrors URL",
-            "mirrors of DIR, paths or URLs: a pass over each; one that is not named keeps the ids until its next",
+            "all mirrors of DIR, paths or URLs; each gets a pass; others keep the ids until their next pass",
             nargs="+",
             default=[],
         ),
@@ -65,19 +63,19 @@ def run_repair(args: argparse.Namespace) -> CommandResult:
 
     with usage_checked():
         done = repair(args.dir, clean=args.clean, dry_run=args.dry_run)
-    total, made = plural(len(done.checkpoints), "checkpoint"), "would be made anew" if args.dry_run else "made anew"
+    total, made = plural(len(done.checkpoints), "checkpoint"), "would be rewritten" if args.dry_run else "rewritten"
     was = f"was {done.index_problem}; {made}" if done.index_problem else "is right"
     lines: list[Line] = [f"{escaped(done.url)}: the index file {was}, {total}"]
     rows = [(escaped(left.path), _state(left, done, args), one_line(left.what)) for left in done.leftovers]
     if rows:
         lines += ["", Table(("LEFTOVER", "STATE", "WHAT"), rows, tones=dict.fromkeys(range(len(rows)), "unsure"))]
     for directory, reason in done.damaged.items():
-        lines += ["", f"{escaped(directory)} is damaged, and stays: {one_line(reason)}"]
+        lines += ["", f"{escaped(directory)} is damaged, and is kept: {one_line(reason)}"]
     problems, url = [], escaped(done.url)
     if args.clean and done.failed:
         problems.append(f"{url}: could not remove {', '.join(map(escaped, done.failed))}")
     if done.damaged:
-        problems.append(f"{url}: {plural(len(done.damaged), 'damaged checkpoint')} left alone; `recckpt verify`")
+        problems.append(f"{url}: {plural(len(done.damaged), 'damaged checkpoint')} kept; run `recckpt verify`")
     data = {
         "output_dir": done.url,
         "dry_run": args.dry_run,
@@ -103,14 +101,14 @@ def run_compact(args: argparse.Namespace) -> CommandResult:
     from recckpt.rewrite.compaction import compact
 
     if args.out is not None and args.adopt:
-        raise UsageError("--adopt is for an offer in DIR; with --out the checkpoint is committed already")
+        raise UsageError("--adopt applies to an offer in DIR; with --out the checkpoint is committed already")
     how = {"out": args.out, "adopt": args.adopt, "budget_bytes": args.budget, "threads": args.workers}
     with usage_checked():
         done = compact(args.dir, args.ckpt, **how)
     notes = [] if args.out is None else passed_by(args.out, done.ckpt_id, None)
     lines = [_compacted(done), *notes]
     if done.removed:
-        lines.append(f"{one_line(done.url)}: removed {plural(len(done.removed), 'delta')} that it replaces")
+        lines.append(f"{one_line(done.url)}: removed {plural(len(done.removed), 'delta')} replaced by it")
     data = {
         "id": done.ckpt_id,
         "output_dir": done.url,
@@ -137,7 +135,7 @@ def _compacted(done: Compacted) -> str:
 
 
 def passed_by(output_dir: str, ckpt_id: str, planned_step: int | None) -> list[str]:
-    """Return a note on the checkpoint of a later step that ``restore()`` will skip once this one is committed."""
+    """Return a note if ``restore()`` will use this checkpoint although another checkpoint has a later step."""
     from recckpt.output_dir.listing import list_checkpoints
     from recckpt.storage import open_storage
 
@@ -148,8 +146,8 @@ def passed_by(output_dir: str, ckpt_id: str, planned_step: int | None) -> list[s
     latest = max(others, default=0)
     if step is None or latest <= step:
         return []
-    newer = f"{escaped(others[latest])} is of a later step, which restore({latest}) takes"
-    return [f"restore() takes {escaped(ckpt_id)}, the newest there once it is written, though {newer}"]
+    newer = f"{escaped(others[latest])} has a later step, which restore({latest}) uses"
+    return [f"restore() will use {escaped(ckpt_id)}, the newest once it is written, though {newer}"]
 
 
 def run_forget(args: argparse.Namespace) -> CommandResult:
@@ -159,7 +157,7 @@ def run_forget(args: argparse.Namespace) -> CommandResult:
     from recckpt.storage import open_storage
 
     if (args.table is None) != (args.ids is None):
-        raise UsageError("--table and --ids go together; without both, what was begun earlier is ended")
+        raise UsageError("--table and --ids go together; without both, earlier requests are completed")
     if args.dry_run:
         return _forget_dry_run(args)
     with usage_checked():
@@ -169,9 +167,9 @@ def run_forget(args: argparse.Namespace) -> CommandResult:
         else:
             done = forget(args.dir, args.table, read_ids(args.ids), by="recckpt forget")
     url = one_line(args.dir)
-    lines = [line for each in done for line in _forgotten(each)] or [f"{url}: nothing was begun that is not ended"]
+    lines = [line for each in done for line in _forgotten(each)] or [f"{url}: no request is unfinished"]
     if done:
-        lines.append(f"{url}: noted in {layout.FORGOTTEN}; `recckpt verify {url} --absent FILE` proves it")
+        lines.append(f"{url}: recorded in {layout.FORGOTTEN}; `recckpt verify {url} --absent FILE` proves it")
     left = forget_in_mirrors(args.dir, mirrors)
     hosts = noted_hosts(open_storage(args.dir)) if done else []
     lines += [f"{one_line(each)}: forgotten in this mirror, too" for each in mirrors if each not in left]
@@ -193,7 +191,7 @@ def run_forget(args: argparse.Namespace) -> CommandResult:
 
 
 def _forget_dry_run(args: argparse.Namespace) -> CommandResult:
-    """Report what would be done, and how long it takes at the pace of the last saves."""
+    """Report what would be done, and how long it would take at the pace of the last saves."""
     from recckpt.inspect.absent import read_ids
     from recckpt.inspect.save_times import saves_of, seconds_to_write, timeline_of
     from recckpt.output_dir.notes import noted_hosts
@@ -207,10 +205,10 @@ def _forget_dry_run(args: argparse.Namespace) -> CommandResult:
         saves = saves_of(timeline_of(storage))
     total, n_checkpoints = sum(plan.n_bytes for plan in plans), sum(len(plan.rewritten) for plan in plans)
     sec = seconds_to_write(saves, total, n_checkpoints)
-    lines = [line for plan in plans for line in _planned(plan)] or [f"{one_line(args.dir)}: nothing is to be forgotten"]
+    lines = [line for plan in plans for line in _planned(plan)] or [f"{one_line(args.dir)}: nothing to forget"]
     if total:
         how_long = "" if sec is None else f", in about {duration(sec)} at the pace of the last saves"
-        lines.append(f"it would read and write {size(total)}{how_long}, and fence a trainer off that saves there")
+        lines.append(f"would read and write {size(total)}{how_long}, and fence off a trainer that saves there")
     lines += [f"would make a pass over the mirror {one_line(each)}" for each in mirrors]
     hosts = noted_hosts(storage) if plans else []
     requests = [{**asdict(plan), "bytes": plan.n_bytes} for plan in plans]
@@ -221,27 +219,27 @@ def _forget_dry_run(args: argparse.Namespace) -> CommandResult:
 
 
 def _planned(plan: ForgetPlan) -> Iterator[str]:
-    earlier = ", as was asked earlier" if plan.is_pending else ""
+    earlier = ", requested earlier" if plan.is_pending else ""
     what = f"{plural(plan.n_ids, 'id')} of table {escaped(plan.table)}{earlier}"
-    yield f"would forget {what}: {plural(len(plan.rewritten), 'checkpoint')} to write again"
+    yield f"would forget {what}: {plural(len(plan.rewritten), 'checkpoint')} to rewrite"
     yield from (f"  {escaped(c.ckpt_id)}: {plural(c.n_rows, 'row')}, {size(c.n_bytes)}" for c in plan.rewritten)
     if plan.removed:
-        yield f"  removed too: {', '.join(map(escaped, plan.removed))}"
+        yield f"  also removed: {', '.join(map(escaped, plan.removed))}"
 
 
 def _forgotten(done: Forgotten) -> Iterator[str]:
-    resumed = ", which was begun earlier" if done.is_resumed else ""
+    resumed = ", requested earlier" if done.is_resumed else ""
     what = f"{plural(done.n_ids, 'id')} of table {escaped(done.table)}{resumed}"
-    yield f"forgot {what}: {plural(len(done.rewritten), 'checkpoint')} written again"
+    yield f"forgot {what}: {plural(len(done.rewritten), 'checkpoint')} rewritten"
     yield from (f"  {escaped(ckpt_id)}: {plural(n_rows, 'row')}" for ckpt_id, n_rows in done.n_rows.items())
     if others := [escaped(name) for name in done.removed if name not in done.rewritten]:
-        yield f"  removed too: {', '.join(others)}"
+        yield f"  also removed: {', '.join(others)}"
 
 
 def _may_have_forgotten(host: NearHost) -> str:
     if host.damage:
-        return f"near saves of a host may have what was forgotten, and its note is damaged: {one_line(host.damage)}"
+        return f"near saves of a host may have forgotten ids, and the host's record is damaged: {one_line(host.damage)}"
     path = escaped(host.path)
-    where = f"near saves on {escaped(host.name)} in {path} may have what was forgotten"
+    where = f"near saves on {escaped(host.name)} in {path} may have forgotten ids"
     note = near_seal.host_note(host.host)
     return f"{where}: run `recckpt near clear {path}` there; if that host is gone with them, remove {note}"

@@ -1,4 +1,4 @@
-"""``recckpt verify``: whether checkpoints are whole; with ``--absent``, whether ids are anywhere in directories."""
+"""``recckpt verify``: checks checkpoints; with ``--absent``, checks that ids are nowhere in directories."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ARGUMENTS = {
     "verify": (
         argument(
             "path CKPT|DIR",
-            "a checkpoint, or an output dir, of which all are checked; with --absent any number, near dirs too",
+            "a checkpoint, or an output dir to check all its checkpoints; with --absent several, also near dirs",
             nargs="+",
         ),
         (
             argument("--deep", "read every byte (the default)", default=True),
-            argument("--quick", "look at manifests and file sizes only", dest="deep", action="store_false"),
+            argument("--quick", "check only manifests and file sizes", dest="deep", action="store_false"),
         ),
         threads("read"),
         argument(
             "--absent FILE",
-            "look for these ids instead, in every file that is there, and list what holds them; " + A_FILE_OF_IDS,
+            "instead, search all files for these ids, and list the directories that have them; " + A_FILE_OF_IDS,
         ),
-        argument("--table TABLE", "with --absent: the table that is meant (default: all)"),
+        argument("--table TABLE", "with --absent: search only this table (default: all)"),
         argument("--print-ids", "with --absent: print the ids that were found"),
     )
 }
@@ -48,9 +48,9 @@ def run_verify(args: argparse.Namespace) -> CommandResult:
     if args.absent is not None:
         return _absent(args)
     if args.table is not None or args.print_ids:
-        raise UsageError("--table and --print-ids go with --absent")
+        raise UsageError("--table and --print-ids need --absent")
     if len(args.path) > 1:
-        raise UsageError(f"several places go with --absent alone, found {' '.join(args.path)}")
+        raise UsageError(f"several places need --absent, found {' '.join(args.path)}")
     try:
         with usage_checked():
             place = find_checkpoints(args.path[0])
@@ -64,7 +64,7 @@ def run_verify(args: argparse.Namespace) -> CommandResult:
     for report in (report for report in reports if report.problems):
         lines += ["", Heading(f"{escaped(report.directory)}:"), *(f"  {one_line(str(p))}" for p in report.problems)]
     for report in (report for report in reports if report.absent_deletes):
-        what = f"{plural(report.absent_deletes, 'delete')} of ids that are not there, which means nothing"
+        what = f"{plural(report.absent_deletes, 'delete')} of absent ids, which is harmless"
         lines += ["", f"{escaped(report.directory)}: {what}"]
     for report in (report for report in reports if _lacks(report)):
         lines += ["", f"{escaped(report.directory)}: lacks {one_line(' and '.join(_lacks(report)))}"]
@@ -91,7 +91,7 @@ def _row(report: Report) -> tuple[str, ...]:
 
 
 def _lacks(report: Report) -> list[str]:
-    """Return the state that the writer knew to be missing: this is not damage, but a resume starts it from scratch."""
+    """Return the state that was missing when the checkpoint was written: not damage, but a resume starts it afresh."""
     return [] if report.manifest is None else report.manifest.training.unsaved.descriptions
 
 
@@ -109,7 +109,7 @@ def _data(report: Report) -> dict[str, Any]:
 
 
 def _absent(args: argparse.Namespace) -> CommandResult:
-    """List the places that still have any of the ids, and unreadable files; print the ids only if requested."""
+    """List the places that still have any of the ids, and unreadable files; print ids only on request."""
     from recckpt.format.buckets import distinct
     from recckpt.inspect.absent import look_for, read_ids
 
@@ -135,7 +135,7 @@ def _absent(args: argparse.Namespace) -> CommandResult:
         if not wrong:
             lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(place.n_parts, 'file')}")
         if place.n_asked:
-            lines.append(f"{url}: {place.n_asked} of them were asked to be forgotten, by the audit")
+            lines.append(f"{url}: {place.n_asked} of them were requested to be forgotten, by the audit")
         problems += wrong
         own = {"url": place.url, "holding": entries, "unread": place.unread, "pending": place.pending}
         data.append(own | {"files": place.n_parts, "asked": place.n_asked})
@@ -149,7 +149,7 @@ def _unsure(place: Absence, n_ids: int, where: str) -> Iterator[str]:
         what = "1 directory holds" if n_places == 1 else f"{n_places} directories hold"
         yield f"{place.url}: {what} some of {plural(n_ids, 'id')} in {where}"
     for path, why in place.unread.items():
-        yield f"{place.url}/{path}: found {why}, so nobody can say what it holds: `recckpt verify`"
+        yield f"{place.url}/{path}: found {why}, so its contents are unknown: run `recckpt verify`"
     for table, n_named in place.pending.items():
-        what = f"a request to forget ids of table {table!r}, {n_named} of these among them, is not ended"
-        yield f"{place.url}: {what}: `recckpt forget DIR` goes on"
+        what = f"a request to forget ids of table {table!r}, including {n_named} of these, is unfinished"
+        yield f"{place.url}: {what}: `recckpt forget DIR` continues it"

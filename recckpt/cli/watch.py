@@ -1,4 +1,4 @@
-"""``recckpt watch``: polls a run, or all runs in a directory; `recckpt ls` also uses its one line per run."""
+"""``recckpt watch``: polls a run, or all runs in a directory; `recckpt ls` also uses its line per run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _Look = TypeVar("_Look")
 _Look_co = TypeVar("_Look_co", covariant=True)
-# What a line is about -> what makes it a new line, and its text; "" prints nothing.
+# Subject of a line -> a key that changes when the line must be printed, and its text; "" prints nothing.
 _Lines = dict[str, tuple[object, str]]
 
 _STYLES = {"plain": "", "good": "green", "doubtful": "yellow", "bad": "bold red"}
@@ -44,10 +44,10 @@ class _Looks(Protocol[_Look_co]):
 
 ARGUMENTS = {
     "watch": (
-        argument("dir DIR", "output dir, which need not be there yet, or a directory of output dirs"),
-        argument("--interval SECONDS", "seconds between two looks (default: %(default)g)", type=seconds, default=5.0),
-        argument("--once", "look once; exit code 1 where the last save failed or the next one is overdue"),
-        argument("--near PATH", "show of one run what its near saves of Near(PATH) on this host would give back"),
+        argument("dir DIR", "output dir, which need not exist yet, or a directory of output dirs"),
+        argument("--interval SECONDS", "seconds between two polls (default: %(default)g)", type=seconds, default=5.0),
+        argument("--once", "poll once; exit code 1 if the last save failed or the next one is overdue"),
+        argument("--near PATH", "for one run, show what near saves of Near(PATH) on this host would restore"),
         OVERDUE,
     )
 }
@@ -69,7 +69,7 @@ def run_watch(args: argparse.Namespace) -> CommandResult:
                 return listed(runs[1], with_overdue=True)
             return _go_on(*runs, args, lines=_lines_of_runs, drawn=_drawn_runs)
         watcher = Watcher(storage, args.overdue, near)
-        status = watcher.look()  # what is wrong with the place from the start does not mend itself
+        status = watcher.look()  # a place that is wrong from the start is an error
         if status.why_empty == "not a directory":
             raise CommandError(f"{status.url}: {status.why_empty}")
         if status.last is None:
@@ -77,7 +77,7 @@ def run_watch(args: argparse.Namespace) -> CommandResult:
         if args.once:
             lines = pairs((name, text) for name, text, _ in facts(status))
             return CommandResult(status.to_dict(), lines, _problems(status))
-        storage.give_up_after(args.interval)  # the next look tries again
+        storage.give_up_after(args.interval)  # the next poll tries again
         return _go_on(watcher, status, args, lines=_lines_of_run, drawn=partial(_drawn_run, args.interval))
     return SHOWN
 
@@ -103,7 +103,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, RunsStatus] | None:
-    """Return a watcher of the runs in a directory, and its first look; None if the directory is a run or has none."""
+    """Return a watcher of the runs in a directory, and its first status; None if the directory is a run or has none."""
     from recckpt.inspect.watch import RunsWatcher, is_output_dir
 
     if storage.why_empty() or is_output_dir(storage):
@@ -111,7 +111,7 @@ def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, Ru
     watcher = RunsWatcher(storage, getattr(args, "overdue", None), getattr(args, "interval", None))
     status = watcher.look()
     if status.runs and args.near is not None:
-        what = "a directory of runs, and --near goes with the output dir of one"
+        what = "a directory of runs, and --near needs the output dir of one run"
         raise CommandError(f"{storage.url} is {what}, such as {storage.url_of(status.runs[0].name)}", USAGE)
     return (watcher, status) if status.runs else None
 
@@ -151,9 +151,9 @@ def _go_on(
     """Show the status repeatedly, until SIGINT, SIGTERM, or a closed output."""
     log, trouble = logging.getLogger("recckpt"), ""
     before = log.level
-    log.setLevel(logging.ERROR)  # a network that fails is shown, not logged into the table
+    log.setLevel(logging.ERROR)  # network errors are shown instead of logged into the table
     try:
-        with suppress(BrokenPipeError, SystemExit), _shown_by(args, lines, drawn) as show:  # by SIGTERM
+        with suppress(BrokenPipeError, SystemExit), _shown_by(args, lines, drawn) as show:  # SIGTERM is the normal end
             while True:
                 show(status, trouble)
                 sleep(args.interval)
@@ -173,7 +173,7 @@ def _shown_by(
     lines: Callable[[_Look, str], _Lines],
     drawn: Callable[[Console, _Look, str], RenderableType],
 ) -> Iterator[Callable[[_Look, str], object]]:
-    """Yield a function that shows one status: as a live table on a terminal, else as JSON or as the changed lines."""
+    """Yield a function that shows one status: as a live table on a terminal, else as JSON or as changed lines."""
     console = terminal.console_of(sys.stdout)
     if args.json:
         yield _show_json

@@ -248,7 +248,7 @@ def test_a_full_disk_and_a_closed_stdout_are_said_in_one_line_or_not_at_all(wide
         ("ls runs -x", "usage: recckpt ls", "unrecognized arguments: -x"),
         ("ls runs more", "usage: recckpt ls", "unrecognized arguments: more"),
         ("verify", "usage: recckpt verify", "required: CKPT|DIR"),
-        ("verify runs --table t", "usage: recckpt verify", "--table and --print-ids go with --absent"),
+        ("verify runs --table t", "usage: recckpt verify", "--table and --print-ids need --absent"),
         ("forget runs --table t", "usage: recckpt forget", "--table and --ids go together"),
     ],
 )

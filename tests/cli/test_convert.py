@@ -46,7 +46,7 @@ def test_csv_is_refused_with_the_line_that_makes_parquet_of_it(recckpt, tmp_path
 
 
 def test_an_older_step_than_the_latest_there_is_said_to_become_the_newest(recckpt, vectors, tmp_path):
-    said = "restore() takes ckpt_5, the newest there once it is written, though ckpt_7 is of a later step"
+    said = "restore() will use ckpt_5, the newest once it is written, though ckpt_7 has a later step"
     assert "restore()" not in recckpt("import", vectors, tmp_path / "out", "--step", 7).out
     for options in (["--dry-run"], []):
         assert said in recckpt("import", vectors, tmp_path / "out", "--step", 5, *options).out
@@ -161,7 +161,7 @@ def test_what_is_whole_ends_with_0_and_what_is_skipped_is_listed_and_ends_with_1
         assert text in line
     forge.path(forge.manifest["shards"][0]["catalog"]).unlink()
     answer = export("none", "--table", "item")
-    assert answer.err == "recckpt: item: 0 rows skipped, and more of which no file says how many\n"
+    assert answer.err == "recckpt: item: 0 rows skipped, and an unknown number more\n"
     answer = recckpt("salvage", forge.directory, "item", "--out", tmp_path / "item.arrow")
     assert (answer.code, answer.out) == (2, "")
     assert "`recckpt export CKPT TARGET --to parquet --skip-damaged`" in answer.err.splitlines()[-1]

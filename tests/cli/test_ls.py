@@ -82,7 +82,7 @@ def test_directories_without_a_manifest_are_leftovers_if_recckpt_wrote_them(recc
     assert [line[0] for line in answer.lines[1:]] == ["ckpt_10", "ckpt_20", "ckpt_30", "ckpt_5"]
     assert answer.out.count("no manifest.json") == 3
     assert answer.out.count("a save that died, or still runs") == 2
-    assert "files that are named like ours, without INTENT: their writer is unknown" in answer.out
+    assert "files with names of recckpt, without INTENT: their writer is unknown" in answer.out
     assert recckpt("ls", url, "--json").json["leftovers"] == ["ckpt_20", "ckpt_30", "ckpt_5"]
 
 
@@ -190,7 +190,7 @@ def test_the_near_saves_of_a_host_are_listed_and_those_that_died_are_named(recck
     assert newer.split()[2] == "3"
     assert older.split()[0] == newer.split()[0] == run.saver.storage.url
     assert newer.split()[-2:] == ["all", "ckpt_1"]
-    assert died.endswith("/99: not sealed: of a save that died, or is being written")
+    assert died.endswith("/99: not sealed: its save died, or is still writing")
     values = recckpt("near", "ls", run.near_path, "--json").json
     assert [(each["step"], each["rows"], each["parent"]) for each in values["near_saves"]] == [
         (2, 1, "ckpt_1"),
@@ -241,7 +241,7 @@ def test_the_list_of_an_output_dir_shows_those_that_count_where_one_asked_for_th
     assert recckpt(*ls, "--json").json["near"] == []
     assert "near" not in recckpt("ls", tmp_path / "runs", "--json").json
     said = recckpt(*ls).out.splitlines()
-    assert said[-1] == f"{run.near_path}: no near saves of this output dir that count: does not exist"
+    assert said[-1] == f"{run.near_path}: no valid near saves of this output dir: does not exist"
     assert "no near saves" not in recckpt("ls", tmp_path / "runs").out
 
 
@@ -256,7 +256,7 @@ def test_what_was_forgotten_may_lie_on_hosts_that_are_named_and_is_found_there_u
     assert planned.out.endswith(f":{run.near_path} to `recckpt near clear` there\n")
     forgotten = recckpt(*forget)
     assert forgotten.code == 1
-    assert f" in {run.near_path} may have what was forgotten: run `recckpt near clear " in forgotten.err
+    assert f" in {run.near_path} may have forgotten ids: run `recckpt near clear " in forgotten.err
     assert (of_run / forgotten.err.rpartition("remove ")[2].strip()).exists(), "the note"
     verify = "verify", "--absent", tmp_path / "gone", of_run, run.near_path
     found = recckpt(*verify)
@@ -265,7 +265,7 @@ def test_what_was_forgotten_may_lie_on_hosts_that_are_named_and_is_found_there_u
     recckpt("near", "clear", run.near_path)
     cleared = recckpt("verify", "--absent", tmp_path / "gone", of_run)
     assert (cleared.code, cleared.err) == (0, "")
-    assert recckpt("forget", of_run).code == 0, "nothing was begun"
+    assert recckpt("forget", of_run).code == 0, "no request is unfinished"
 
 
 @pytest.mark.parametrize(("copies", "n_here"), [(0, 2), (1, 3)])

@@ -120,7 +120,7 @@ def test_follow_goes_on_until_it_is_interrupted_and_says_what_changes(recckpt, t
     answer = recckpt("mirror", tmp_path / "run", to, "--follow", "--json")
     assert answer.code == 0
     assert [json.loads(line)["copied"] for line in answer.out.splitlines()] == [["ckpt_1", "ckpt_2", "ckpt_3"]]
-    assert answer.err.splitlines() == [f"recckpt: {tmp_path / 'run'}: does not exist; looking again every 5 s"]
+    assert answer.err.splitlines() == [f"recckpt: {tmp_path / 'run'}: does not exist; trying again every 5 s"]
     assert followed.n_looks == 4
     assert ids_of(to) == ["ckpt_1", "ckpt_2", "ckpt_3"]
 
@@ -145,7 +145,7 @@ def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_go
     Followed(monkeypatch, [break_it, lambda: None, mend_it, go_on_from_it])
     answer = recckpt("mirror", run.url, to, "--follow", "--interval", 2)
     assert answer.code == 1
-    assert answer.err.splitlines()[0] == "recckpt: the network is away; looking again every 2 s"
+    assert answer.err.splitlines()[0] == "recckpt: the network is away; trying again every 2 s"
     assert "found ckpt_1/, which no mirror has written" in answer.err.splitlines()[-1]
 
 

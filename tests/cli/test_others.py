@@ -84,7 +84,7 @@ def test_verify_reads_all_and_says_in_a_line_what_cannot_be_promised(recckpt, so
         answer = recckpt("verify", path)
         assert (answer.code, answer.err) == (0, "")
         [line] = [line for line in answer.out.splitlines() if "has no checksums" in line]
-        assert "all of it can be read, and shapes and dtypes agree, but values that have changed go unseen" in line
+        assert "everything can be read, and shapes and dtypes agree, but changed values go unnoticed" in line
         assert "`recckpt import`" in line
         found = recckpt("verify", path, "--quick", "--json").json
         assert (found["good"], found["checksums"], found["deep"]) == (True, False, False)
@@ -100,8 +100,8 @@ def test_verify_finds_what_opening_does_not(recckpt, tmp_path):
     assert recckpt("verify", path, "--quick").code == 0
     answer = recckpt("verify", path)
     assert (answer.code, answer.err.count("\n")) == (1, 1)
-    assert "found what torch does not read" in answer.err
-    assert "has no checksums: values that have changed go unseen" in answer.out
+    assert "found what torch cannot read" in answer.err
+    assert "has no checksums: changed values go unnoticed" in answer.out
     assert "1 problem" in answer.out
 
 
@@ -168,6 +168,4 @@ def test_tables_that_diff_does_not_compare_are_said_and_never_equal(recckpt, tmp
         pq.write_table(rows, tmp_path / f"{name}.parquet")
     answer = recckpt("diff", tmp_path / "one.parquet", tmp_path / "other.parquet")
     assert answer.code == 1
-    assert "tables are not compared: one, other; import what is not ours" in " ".join(
-        answer.err.replace("'", "").split()
-    )
+    assert "tables are not compared: one, other; import foreign files" in " ".join(answer.err.replace("'", "").split())

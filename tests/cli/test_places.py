@@ -255,7 +255,7 @@ def test_a_checkpoint_of_recckpt_is_no_source_of_an_import(recckpt, good, tmp_pa
     for at in (good, good / "c1", a_half_removed_checkpoint(good, tmp_path / "at")):
         answer = recckpt("import", at, tmp_path / "new")
         assert answer.code == 1
-        assert "which is of a checkpoint of recckpt" in answer.err
+        assert "which belongs to a checkpoint of recckpt" in answer.err
 
 
 def saver_of(path, **options):

@@ -140,7 +140,7 @@ def test_json_has_all_of_a_history_and_what_no_checkpoint_has_or_is_damaged_is_a
     assert told == [("ckpt_10", "there", "ckpt_10"), ("ckpt_20", "same", "ckpt_10")]
     answer = recckpt("history", run, "item", 8, 9)
     assert answer.code == 1
-    assert answer.err == f"recckpt: {run}: no checkpoint has a row of id 8 in table item\n"
+    assert answer.err == f"recckpt: {run}: no checkpoint has a row for id 8 in table item\n"
     assert "in none of 2 checkpoints" in answer.out
     assert "did you mean 'item'?" in recckpt("history", run, "itme", 9).err
     flip_bit(run / "ckpt_20" / "manifest.json")

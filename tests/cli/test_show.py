@@ -186,7 +186,7 @@ def test_registered_objects_and_positions_are_listed(recckpt, tmp_path):
     at = lines.index(["registered", "objects"])
     assert lines[at + 2 : at + 6] == [
         ["adam", "Adam,", "state", "of", "2", "parameters"],
-        *(["note"], ["own", "one", "state", "a", "rank"], ["clicks", "position", "in", "the", "data"]),
+        *(["note"], ["own", "one", "state", "per", "rank"], ["clicks", "position", "in", "the", "data"]),
     ]
     shown = recckpt("show", tmp_path, "--json").json
     assert shown["registered"][0] == {"name": "adam", "per_rank": False, "class": "Adam", "parameters": 2}
@@ -226,7 +226,7 @@ def test_get_and_head_give_the_rows_of_the_chain_and_verify_counts_deletes_of_id
     assert (answer.code, answer.json["missing"]) == (1, [2])
     answer = recckpt("verify", runs)
     assert answer.code == 0
-    assert answer.out.splitlines()[-1] == "ckpt_2: 1 delete of ids that are not there, which means nothing"
+    assert answer.out.splitlines()[-1] == "ckpt_2: 1 delete of absent ids, which is harmless"
     found = recckpt("verify", runs, "--json").json["checkpoints"]
     assert {entry["directory"]: entry["absent_deletes"] for entry in found} == {"ckpt_1": 0, "ckpt_2": 1}
 
@@ -253,7 +253,7 @@ def test_show_says_what_a_delta_stands_on_and_what_it_holds(recckpt, runs):
 def test_show_says_that_a_checkpoint_is_a_form_and_which_tables_are_whole_in_a_delta(recckpt, runs):
     newest = max(counting(runs), key=lambda found: found.place)
     write_compacted(newest, {0: (0, 0), 1: (7, 7), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
-    assert any("full, made of a delta" in line for line in recckpt("show", runs).out.splitlines())
+    assert any("full, made from a delta" in line for line in recckpt("show", runs).out.splitlines())
     assert recckpt("show", runs, "--json").json["supersedes"]["save_id"] == newest.name[0]
     write_delta(newest, "ckpt_3", 1, [({1: (7, 7)}, [])], replaced=True)
     assert any("all rows" in line for line in recckpt("show", runs).out.splitlines())

@@ -50,7 +50,7 @@ def test_with_adopt_it_supersedes_the_delta(recckpt, run):
     expected = rows_of(run, "ckpt_3")
     answer = recckpt("compact", run.url, "--adopt")
     assert answer.out.splitlines()[0].startswith("ckpt_3: wrote 150 rows of 3 links")
-    assert answer.out.splitlines()[1] == f"{run.url}: removed 1 delta that it replaces"
+    assert answer.out.splitlines()[1] == f"{run.url}: removed 1 delta replaced by it"
     found = locate(run, "ckpt_3")
     assert found.manifest.supersedes
     assert set(attempt_dirs(run)) == {"ckpt_1", "ckpt_2", found.directory}
@@ -77,7 +77,7 @@ def test_out_says_where_another_there_is_of_a_later_step(recckpt, tmp_path):
         saver.save(f"ckpt_{step}", step=step)
     assert "restore()" not in recckpt("compact", tmp_path / "run", "ckpt_3", "--out", tmp_path / "other").out
     said = recckpt("compact", tmp_path / "run", "ckpt_2", "--out", tmp_path / "other", "--json").json["notes"]
-    assert "restore() takes ckpt_2, the newest there once it is written, though ckpt_3 is of a later step" in said[0]
+    assert "restore() will use ckpt_2, the newest once it is written, though ckpt_3 has a later step" in said[0]
 
 
 def test_what_is_full_is_said_to_be_so_and_wrong_usage_is_told_from_a_problem(recckpt, run, tmp_path):
@@ -118,12 +118,12 @@ def test_the_ids_of_a_file_go_and_absence_is_proven(recckpt, run, gone):
     assert "3 directories hold some of 3 ids in any table" in before.err
     answer = recckpt("forget", run.url, "--table", "item", "--ids", gone)
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("forgot 3 ids of table item: 3 checkpoints written again\n  ckpt_1: 2 rows\n")
-    assert "noted in forgotten.jsonl" in answer.out
+    assert answer.out.startswith("forgot 3 ids of table item: 3 checkpoints rewritten\n  ckpt_1: 2 rows\n")
+    assert "recorded in forgotten.jsonl" in answer.out
     after = recckpt("verify", run.url, "--absent", gone, "--table", "item")
     assert (after.code, after.err) == (0, "")
     assert "none of 3 ids is in table item of " in after.out
-    assert "3 of them were asked to be forgotten" in after.out
+    assert "3 of them were requested to be forgotten" in after.out
     assert not {5, 9, -3} & set(rows_of(run, "ckpt_3"))
     assert recckpt("verify", run.url).code == 0
 
@@ -188,15 +188,15 @@ def test_what_was_begun_is_told_by_repair_and_ended_without_ids(recckpt, run, go
         patched.setattr(Fence, "remove", die)
         assert recckpt("forget", run.url, "--table", "item", "--ids", gone).code == 130
     told = recckpt("repair", run.url, "--clean")
-    assert "a request to forget 3 ids, not ended: `recckpt forget DIR` goes on" in told.out
+    assert "a request to forget 3 ids, unfinished: `recckpt forget DIR` continues it" in told.out
     said = recckpt("verify", run.url, "--absent", gone)
     assert said.code == 1
-    assert "a request to forget ids of table 'item', 3 of these among them, is not ended" in said.err
+    assert "a request to forget ids of table 'item', including 3 of these, is unfinished" in said.err
     answer = recckpt("forget", run.url)
     assert answer.code == 0
-    assert answer.out.startswith("forgot 3 ids of table item, which was begun earlier: 3 checkpoints written again")
+    assert answer.out.startswith("forgot 3 ids of table item, requested earlier: 3 checkpoints rewritten")
     assert recckpt("verify", run.url, "--absent", gone).code == 0
-    assert "nothing was begun" in recckpt("forget", run.url).out
+    assert "no request is unfinished" in recckpt("forget", run.url).out
     assert json.loads(run.read("forgotten.jsonl", 1 << 20))["by"] == "recckpt forget"
 
 
@@ -258,14 +258,14 @@ def test_wrong_options_and_places_are_refused(recckpt, run, gone, tmp_path):
         (1, "found no committed checkpoint", ("forget", tmp_path / "other", "--table", "item", "--ids", gone)),
         (1, "found no committed checkpoint", ("forget", tmp_path / "other")),
         (1, "No such file", ("forget", run.url, "--table", "item", "--ids", tmp_path / "none")),
-        (2, "--table and --print-ids go with --absent", ("verify", run.url, "--table", "item")),
-        (2, "several places go with --absent alone", ("verify", run.url, run.url)),
+        (2, "--table and --print-ids need --absent", ("verify", run.url, "--table", "item")),
+        (2, "several places need --absent", ("verify", run.url, run.url)),
         (1, "found no checkpoint", ("verify", tmp_path / "other", "--absent", gone)),
     ]:
         answer = recckpt(*command)
         assert (answer.code, said in answer.err) == (code, True), answer.err
     assert list((tmp_path / "other").iterdir()) == []
-    assert "nothing is to be forgotten" in recckpt("forget", run.url, "--dry-run").out
+    assert "nothing to forget" in recckpt("forget", run.url, "--dry-run").out
     (Path(run.url) / "ckpt_2" / "manifest.json").write_bytes(b'{"format": "recckpt"')
     assert recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run").code == 1
 
@@ -298,10 +298,10 @@ def a_linked_directory(root):
 
 
 NO_PROOF = {
-    an_unread_part: "nobody can say what it holds",
+    an_unread_part: "its contents are unknown",
     missing_parts: "FileNotFoundError",
     linked_parts: "",
-    parts_that_no_manifest_lists: "nobody can say what it holds",
+    parts_that_no_manifest_lists: "its contents are unknown",
     a_linked_directory: "found a symbolic link",
 }
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_looked_into_is_no_proof(recckpt, run, gone, harm):
     assert (answer.code, NO_PROOF[harm] in answer.err) == (1, True), answer
     if harm is parts_that_no_manifest_lists:
         alone = recckpt("verify", next(root.glob("ckpt_2*")), "--absent", gone)
-        assert (alone.code, "what it stands on is damaged or missing" in alone.err) == (1, True)
+        assert (alone.code, "one of its bases is damaged or missing" in alone.err) == (1, True)
 
 
 def test_parts_beside_the_checkpoints_are_looked_at(recckpt, run, gone, tmp_path):
@@ -365,8 +365,8 @@ def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt,
     assert (answer.code, "a mirror must be outside its run" in answer.err) == (2, True)
     answer = recckpt(*forget, "--dry-run")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("would forget 3 ids of table item: 3 checkpoints to write again\n  ckpt_1: 2 rows, ")
-    assert "it would read and write" in answer.out
+    assert answer.out.startswith("would forget 3 ids of table item: 3 checkpoints to rewrite\n  ckpt_1: 2 rows, ")
+    assert "would read and write" in answer.out
     assert tree(tmp_path) == before
     data = recckpt(*forget, "--dry-run", "--json").json
     assert data["seconds"] is None, "no timeline says how fast it writes"
@@ -374,7 +374,7 @@ def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt,
     (Path(run.url) / "timeline.jsonl").write_text(json.dumps(line) + "\n")
     timed = recckpt(*forget, "--dry-run", "--json").json
     assert timed["seconds"] == pytest.approx(timed["bytes"] / 500 + 3 * 1.5)
-    assert " s at the pace of the last saves, and fence a trainer off" in recckpt(*forget, "--dry-run").out
+    assert " s at the pace of the last saves, and fence off a trainer" in recckpt(*forget, "--dry-run").out
 
     def interrupt(*args, **how):
         raise KeyboardInterrupt
@@ -383,7 +383,7 @@ def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt,
         patch.setattr("recckpt.rewrite.requests._carry_out", interrupt)
         assert recckpt(*forget).code == 130
     answer = recckpt("forget", run.url, "--dry-run")
-    assert "would forget 3 ids of table item, as was asked earlier: 3 checkpoints" in answer.out
+    assert "would forget 3 ids of table item, requested earlier: 3 checkpoints" in answer.out
     done = recckpt("forget", run.url, "--json").json["requests"][0]
     [plan] = data["requests"]
     assert {each["ckpt_id"]: each["n_rows"] for each in plan["rewritten"]} == done["rows"]
@@ -417,7 +417,7 @@ def states(answer):
 def test_what_would_be_done_is_said_and_not_done(recckpt, runs):
     answer = recckpt("repair", runs, "--dry-run", "--clean")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith(f"{runs}: the index file was missing; would be made anew, 2 checkpoints\n")
+    assert answer.out.startswith(f"{runs}: the index file was missing; would be rewritten, 2 checkpoints\n")
     assert states(answer)["ckpt_20"] == "would be removed"
     assert states(answer)["late"] == "would be removed"
     assert states(answer)["ckpt_25"].startswith("left alone")
@@ -432,7 +432,7 @@ def test_the_index_is_made_anew_and_leftovers_are_listed_and_removed_where_asked
     assert recckpt("repair", "nosuch://x/y").code == 2
     answer = recckpt("repair", runs)
     assert (answer.code, answer.err) == (0, "")
-    assert "was missing; made anew, 2 checkpoints" in answer.out
+    assert "was missing; rewritten, 2 checkpoints" in answer.out
     assert states(answer)["ckpt_20"] == "--clean removes it"
     assert (runs / "ckpt_20").exists()
     assert recckpt("repair", runs).out.startswith(f"{runs}: the index file is right, 2 checkpoints\n")
@@ -451,7 +451,7 @@ def test_the_index_is_made_anew_and_leftovers_are_listed_and_removed_where_asked
     (runs / "ckpt_5/model.pt").unlink()
     answer = recckpt("repair", runs, "--clean")
     assert answer.code == 1
-    assert "ckpt_5 is damaged, and stays: ckpt_5/model.pt: found no such file" in answer.out
+    assert "ckpt_5 is damaged, and is kept: ckpt_5/model.pt: found no such file" in answer.out
     assert "1 damaged checkpoint" in answer.err
 
 

@@ -207,4 +207,4 @@ def test_each_of_several_runs_has_a_line_and_a_problem_of_it_its_name(recckpt, s
         assert answer.err.count("\n") == 1
         answer = recckpt(*args, "--near", several_runs / "near")
         assert answer.code == 2
-        assert f"--near goes with the output dir of one, such as {several_runs}/ads" in answer.err
+        assert f"--near needs the output dir of one run, such as {several_runs}/ads" in answer.err
