@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-_HOMES = ("writer", "process", "reader", "staging", "checkpointer")  # the first two without torch
+_HOMES = ("writer", "process", "reader", "staging", "checkpointer")  # the first two do not import torch
 
 
 def __getattr__(name: str) -> Any:

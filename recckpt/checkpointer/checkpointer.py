@@ -1,4 +1,4 @@
-"""Checkpointers of a nested state dict: one waits for the write, the other only for the copy."""
+"""Checkpointers of a nested state dict: one waits for the write, the other only for a copy of the state."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from recckpt.parallel.ranks import rank_and_size
 from recckpt.types import positive_number
 
 BARRIER_TIMEOUT_SEC = 600.0
-_made = count()  # the same on all ranks, which make their checkpointers in the same order
+_made = count()  # equal on all ranks, because they make their checkpointers in the same order
 
 
 class Checkpointer(OneProcess):
     """Saves and loads a nested state dict, in one file per rank: ``<path>/checkpoint_<rank>.pt``.
 
     Follows ``torch.distributed.checkpoint._experimental``. As a context manager it closes itself. Thread-safe: saves
-    and loads of several threads follow each other. It belongs to the process that made it: a forked child makes its
-    own, or gets :class:`recckpt.errors.ForkedError`.
+    and loads from several threads run one after another. It belongs to the process that made it: a forked child must
+    make another, or gets :class:`recckpt.errors.ForkedError`.
     """
 
     def __init__(self, reader: StateReader) -> None:
@@ -52,7 +52,7 @@ class Checkpointer(OneProcess):
     def save(
         self, state_dict: dict[str, Any], path: str | os.PathLike[str], **kwargs: Any
     ) -> tuple[Future[None], Future[None]] | None:
-        """Save a state, replacing one at the same path, completely or not at all. Collective among several ranks.
+        """Save a state, completely or not at all, and replace a state at the same path. Collective among several ranks.
 
         Args:
             state_dict: a dict of tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these.
@@ -60,7 +60,7 @@ class Checkpointer(OneProcess):
             kwargs: passed to the stager and to the commit hook.
 
         Returns:
-            None once all is written, or two futures: of the copy, after which the state may change, and of the write.
+            None once all is written; or two futures: of the copy, after which the state may change, and of the write.
 
         Raises:
             TypeError, ValueError: the state or path cannot be saved.
@@ -78,10 +78,10 @@ class Checkpointer(OneProcess):
         """Wait for the running write, then load a state, without running any code from the file.
 
         Args:
-            path: where it was saved.
-            state_dict: what to fill: tensors in place, other values replaced, None entries taken as saved;
+            path: the directory or URL that was passed to ``save``.
+            state_dict: what to fill: tensors are filled in place, other values replaced, None becomes the saved value;
                 None for everything saved.
-            default_map_location: device of tensors that are not filled in place; as for ``torch.load``.
+            default_map_location: device of tensors that are not filled in place, as for ``torch.load``.
             strict: raise if keys of ``state_dict`` are missing; otherwise they stay unchanged.
 
         Returns:
@@ -97,14 +97,14 @@ class Checkpointer(OneProcess):
                 outcome.wait()
             begin = time.perf_counter()
             state, missing = self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)
-            if strict and missing:  # as a reader of one's own says it; that of recckpt has raised before it filled any
+            if strict and missing:  # for a custom reader; recckpt's reader has raised before filling anything
                 raise StateMismatchError(os.fspath(path), missing=missing, remedy="pass strict=False to keep them")
             log_done("loaded", os.fspath(path), begin)
             return state
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the running save, raise its error if the caller has not seen it, and free all resources."""
+        """Wait for the running save, raise its error if the caller has not seen the error, and free all resources."""
 
 
 class SyncCheckpointer(Checkpointer):
@@ -112,7 +112,7 @@ class SyncCheckpointer(Checkpointer):
 
     Args:
         writer: writes the file of this rank.
-        reader: reads it.
+        reader: reads the file of this rank.
     """
 
     def __init__(self, writer: CheckpointWriter, reader: StateReader) -> None:
@@ -129,7 +129,7 @@ class SyncCheckpointer(Checkpointer):
             log_done("saved", os.fspath(path), begin)
 
     def close(self) -> None:
-        """Accept no further saves."""
+        """Refuse further saves."""
         with self._turn():
             self._is_closed = True
 
@@ -138,13 +138,13 @@ class AsyncCheckpointer(Checkpointer):
     """Copies the state in :meth:`save` and writes it in a separate process; see :class:`Checkpointer`.
 
     A save waits for the previous one. Each error is raised once: by the future of the write if the caller reads it,
-    else by the next :meth:`save` (which then saves nothing) or :meth:`close`; else it is printed when the interpreter
-    ends. The interpreter waits for the running write. After an error the next save works.
+    else by the next :meth:`save` (which then saves nothing) or :meth:`close`. An error that nothing raised is printed
+    when the interpreter ends. The interpreter waits for the running write. After an error the next save works.
 
     Args:
         checkpoint_stager: copies the state.
         checkpoint_process: writes the copy.
-        reader: reads files.
+        reader: reads the files.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class AsyncCheckpointer(Checkpointer):
             self._raise_unseen()
             self._process.begin()
             try:
-                url, sent = storage_at(path).url, sendable("what is passed to the hook", kwargs)
+                url, sent = storage_at(path).url, sendable("the keyword arguments for the hook", kwargs)
                 if url.startswith("memory:"):
                     problem = "the writer process gets a copy, so writes to its memory are lost; use a SyncCheckpointer"
                     raise ValueError(f"{url}: {problem}")
@@ -172,7 +172,7 @@ class AsyncCheckpointer(Checkpointer):
                 self._process.refuse(describe(error))
                 raise
             self._pending.append(outcome)
-            copied: OwnFuture[None] = OwnFuture()  # of the copy, without its value
+            copied: OwnFuture[None] = OwnFuture()  # done when the state is copied; without a value
             copied.set_running_or_notify_cancel()
             if isinstance(staged, Future):
                 staged.add_done_callback(partial(_pass_on, copied))
@@ -191,7 +191,7 @@ class AsyncCheckpointer(Checkpointer):
 
     def _raise_unseen(self) -> None:
         while self._pending:
-            self._pending[-1].wait()  # an interrupt here leaves it pending
+            self._pending[-1].wait()  # after an interrupt here it is still pending
             self._pending.pop().raise_unseen()
 
 
@@ -203,13 +203,13 @@ def _pass_on(to: OwnFuture[None], copied: Future[StagedState]) -> None:
 
 
 def _print_unseen(pending: list[SaveFuture]) -> None:
-    """Print the errors of saves whose checkpointer was garbage-collected; for a running save, when it ends."""
+    """Print the errors of saves whose checkpointer was garbage-collected, once they have ended."""
 
     def print_if_unseen(outcome: Future[None]) -> None:
         try:
             cast(SaveFuture, outcome).raise_unseen()
         except ForkedError:
-            return  # it is the parent's to print
+            return  # the parent process prints it
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
 
@@ -226,12 +226,12 @@ def make_sync_checkpointer(
     """Return a checkpointer whose ``save`` returns when all is written.
 
     Args:
-        rank_info: this rank; None for that of ``torch.distributed``, else a single rank.
+        rank_info: this rank; None for the rank in ``torch.distributed``, or a single rank without it.
         commit_hook: called before and after each commit.
-        barrier_timeout_sec: how long a rank waits for the others, at each of three barriers, before all raise.
+        barrier_timeout_sec: how long a rank waits for the others, at each of three barriers, until all ranks raise.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has a wrong type.
         ValueError: ``rank_info`` has several ranks that ``torch.distributed`` does not know, or
             ``barrier_timeout_sec`` is not a number above 0.
     """
@@ -257,12 +257,12 @@ def make_async_checkpointer(
         commit_hook: called in the writer process before and after each commit; must be defined in a module.
         barrier_timeout_sec: as in :func:`make_sync_checkpointer`.
         subprocess_init_fn: called first in every writer process, to set up what the hook needs.
-        subprocess_init_args: its arguments.
-        start_timeout_sec: how long a writer process may take to be ready.
-        close_timeout_sec: how long it may take to end, after the last write, before it is killed.
+        subprocess_init_args: arguments for ``subprocess_init_fn``.
+        start_timeout_sec: how long a writer process may take to start.
+        close_timeout_sec: how long a writer process may take to end after the last write, before it is killed.
 
     Raises:
-        TypeError: an argument has a wrong type, or the function does not take its arguments.
+        TypeError: an argument has a wrong type, or ``subprocess_init_fn`` does not accept its arguments.
         ValueError: as in :func:`make_sync_checkpointer`, or an argument cannot be sent to the process.
     """
     rank_info, barrier = _rank_and_barrier(rank_info, commit_hook, barrier_timeout_sec)
@@ -284,7 +284,7 @@ def _rank_and_barrier(
     if not isinstance(rank_info, RankInfo | None):
         raise TypeError(f"rank_info must be a RankInfo or None, found {rank_info!r}; such as RankInfo(0, 1)")
     if not isinstance(commit_hook, WriterHook | None):
-        hint = ": pass an object of it" if isinstance(commit_hook, type) else ""
+        hint = ": pass an instance of it" if isinstance(commit_hook, type) else ""
         raise TypeError(f"commit_hook must be a WriterHook or None, found {commit_hook!r}{hint}")
     rank_info = rank_info or RankInfo(*rank_and_size())
     positive_number("barrier_timeout_sec", timeout_sec)
@@ -292,8 +292,8 @@ def _rank_and_barrier(
         return rank_info, Barrier()
     if rank_info != RankInfo(*rank_and_size()):
         raise ValueError(
-            f"{rank_info} is not this process for torch.distributed, over which ranks agree: call "
-            "init_process_group on every rank, and leave rank_info away"
+            f"torch.distributed, through which ranks agree, does not know this process as {rank_info}: call "
+            "init_process_group on every rank, and omit rank_info"
         )
     store = shared_store(f"recckpt/checkpointer/{next(_made)}")
     return rank_info, StoreBarrier(store, rank_info.global_rank, rank_info.global_world_size, timeout_sec)

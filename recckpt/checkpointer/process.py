@@ -1,4 +1,4 @@
-"""Controls the writer process from its parent: keeps it running, and spawns it again after it has died."""
+"""Controls the writer process from its parent: starts it, and restarts it after it has died."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SaveFuture(OwnFuture[None]):
     seen = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait, and raise the error if there is one; as :class:`concurrent.futures.Future` does."""
+        """Wait; raise the error if there is one, as :class:`concurrent.futures.Future` does."""
         try:
             super().result(timeout)
         except BaseException as error:
@@ -68,39 +68,39 @@ class SaveFuture(OwnFuture[None]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error if there is one; as :class:`concurrent.futures.Future` does."""
+        """Wait; return the error if there is one, as :class:`concurrent.futures.Future` does."""
         error = super().exception(timeout)
         self.seen = True
         return error
 
     def raise_unseen(self) -> None:
-        """Wait, and raise an error that was not seen yet."""
+        """Wait, and raise an error that nobody has seen yet."""
         error = super().exception()
         if error is not None and not self.seen:
             raise error
 
 
 class RemoteTracebackError(Exception):
-    """The writer process's traceback, as the cause of its error."""
+    """The writer process's traceback, as the cause of an error from there."""
 
 
 class CheckpointProcess:
     """Writes staged state in a separate process, so that the write does not use training's memory or interpreter lock.
 
-    The process is spawned immediately, so that it is ready long before the first save. If it dies, its write fails, and
+    The process is spawned immediately, so that it is ready before the first save. If it dies, its write fails, and
     another process is spawned. Not thread-safe.
 
     Args:
         rank_info: this rank.
-        barrier: the barrier where several ranks agree; a thread of this process waits at it.
+        barrier: the barrier where the ranks agree; a thread of this process waits at it.
         commit_hook: called in the writer process; pickled, so it must be defined in a module.
-        subprocess_init_fn: called first in every writer process, to set up what its hook needs; pickled as well.
-        subprocess_init_args: its arguments.
-        start_timeout_sec: how long a writer process may take to be ready.
-        close_timeout_sec: how long it may take to end, after the last write, before it is killed.
+        subprocess_init_fn: called first in every writer process, to set up what the hook needs; pickled as well.
+        subprocess_init_args: arguments for ``subprocess_init_fn``.
+        start_timeout_sec: how long a writer process may take to start.
+        close_timeout_sec: how long a writer process may take to end after the last write, before it is killed.
 
     Raises:
-        TypeError: the function does not take its arguments, or is not a function.
+        TypeError: ``subprocess_init_fn`` is not a function, or does not accept its arguments.
         ValueError: the hook, the function or an argument cannot be sent to another process, or a timeout is not a
             number above 0.
     """
@@ -129,11 +129,11 @@ class CheckpointProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the writer process; None if there is none."""
+        """Process id of the writer process; None if no process runs."""
         return self._children[0].pid if self._children else None
 
     def begin(self) -> None:
-        """Begin a save. Every rank begins every save.
+        """Begin a save. Every rank must begin every save.
 
         Raises:
             RuntimeError: the process is closed.
@@ -143,11 +143,11 @@ class CheckpointProcess:
         self._barrier.begin()
 
     def refuse(self, reason: str) -> None:
-        """Tell the other ranks that this rank writes nothing in the save that has begun."""
+        """Report to the other ranks that this rank writes nothing in the current save."""
         self._barrier.refuse(reason)
 
     def write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> SaveFuture:
-        """Write the staged state in the background, in the save that has begun; ``kwargs`` is pickled."""
+        """Write the staged state in the background, as part of the current save; ``kwargs`` is pickled."""
 
         def work() -> None:
             begin = time.perf_counter()
@@ -155,17 +155,17 @@ class CheckpointProcess:
             log_done("saved", url, begin)
 
         outcome = SaveFuture()
-        outcome.set_running_or_notify_cancel()  # what has begun cannot be cancelled
+        outcome.set_running_or_notify_cancel()  # a running write cannot be cancelled
         self._writes.submit(partial(outcome.run, work))
         return outcome
 
     def close(self) -> None:
-        """Wait for the running write, then let the process end."""
+        """Wait for the running write, then end the process."""
         self._writes.finish()
         self._end()
 
     def _write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> None:
-        """Let the process write, and wait for the other ranks whenever the process asks for that."""
+        """Have the process write, and wait for the other ranks whenever the process asks for an agreement."""
         failed: Callable[[str, int, str], SaveFailedError] = SaveFailedError
         try:
             child = self._begun(staged.result() if isinstance(staged, Future) else staged, url, kwargs)
@@ -184,11 +184,11 @@ class CheckpointProcess:
                     failed = PartlyCommittedError
                     child.send(None)
         except SaveFailedError:
-            raise  # of the writer, which has sent it to the others
+            raise  # an error of the writer process, which has sent it to the other ranks
         except BaseException as error:
             self._barrier.refuse(describe(error))
             if isinstance(error, DiedError):
-                # Another process at once, for the next save; and what the dead one left half written goes.
+                # Start another process at once, for the next save, and remove the half-written file of the dead one.
                 with suppress(OSError):
                     self._respawn()
                 storage = open_storage(url)
@@ -199,7 +199,7 @@ class CheckpointProcess:
             raise failed(url, self._rank_info.global_rank, describe(error)) from error
 
     def _begun(self, staged: StagedState, url: str, kwargs: bytes) -> Child:
-        """Return a writer process that has begun the write; replace a process that died while idle."""
+        """Return a writer process that has begun the write; replaces a process that died while idle."""
         for is_last in (False, True):
             if not (self._children and self._children[0].is_running()):
                 self._respawn()
@@ -212,7 +212,7 @@ class CheckpointProcess:
                 if is_last:
                     raise
                 _log.warning("%s before it began to write; starting another", error)
-            except Exception:  # it hangs, or could not be set up
+            except Exception:  # the process hangs, or its initialisation failed
                 _end_all(self._children, 0)
                 raise
         raise AssertionError("unreachable")
@@ -223,9 +223,9 @@ class CheckpointProcess:
 
 
 class Child:
-    """A writer process: spawned, not forked, sharing only a socket and the module path with its parent.
+    """A writer process: spawned, not forked; shares only a socket and the module path with its parent.
 
-    It is shielded from the terminal's signals, and ends with the parent. ``setup`` is a pickled ``Setup``.
+    The process ignores the terminal's signals, and ends with the parent. ``setup`` is a pickled ``Setup``.
     """
 
     def __init__(self, setup: bytes) -> None:
@@ -235,8 +235,8 @@ class Child:
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         with ours, theirs:
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), path]
-            # An interrupt that comes before the child can say that it ignores it must not end it: signals that are
-            # blocked here are blocked there.
+            # Block signals until the child ignores them, so that an early interrupt does not end it: the child inherits
+            # the blocked set.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             try:
                 self._process = subprocess.Popen(
@@ -245,7 +245,7 @@ class Child:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._connection = Connection(ours.detach())
-        with suppress(OSError):  # it has died already: the first request will find that
+        with suppress(OSError):  # the child has died already, which the first request will find
             self._connection.send_bytes(setup)
 
     @property
@@ -256,7 +256,7 @@ class Child:
         return self._process.poll() is None
 
     def wait_ready(self, timeout_sec: float) -> None:
-        """Wait until the process accepts requests; DiedError, TimeoutError, or the error of its initialisation."""
+        """Wait until the process accepts requests. DiedError, TimeoutError, or the error of its initialisation."""
         if self._ready:
             return
         if not self._connection.poll(timeout_sec):
@@ -267,7 +267,7 @@ class Child:
         self._ready = True
 
     def request(self, url: str, pickled: bytes, spans: list[tuple[int, int]], arena: Arena, kwargs: bytes) -> None:
-        """Send a request to write, and wait until the process has begun; DiedError if it ended before that."""
+        """Send a request to write, and wait until the process begins; DiedError if it ended before that."""
         new_memory = self._arena is not arena
         self.send(Write(url, pickled, spans, arena.n_bytes, new_memory, kwargs))
         if new_memory:
@@ -292,7 +292,7 @@ class Child:
         return message
 
     def end(self, timeout_sec: float) -> None:
-        """Let the process end, and kill it if it does not."""
+        """Ask the process to end, and kill it after the timeout."""
         self._connection.close()
         self._reap(timeout_sec)
 
@@ -320,15 +320,15 @@ def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None
     if not (fn is None or callable(fn)):
         raise TypeError(f"subprocess_init_fn must be a function or None, found {fn!r}")
     if not isinstance(args, tuple):
-        raise TypeError(f"subprocess_init_args must be a tuple, found {args!r}; of one argument, (argument,)")
+        raise TypeError(f"subprocess_init_args must be a tuple, found {args!r}; for one argument, pass (argument,)")
     if fn is None and args:
-        raise TypeError(f"subprocess_init_args={args!r} are for a subprocess_init_fn, found None")
+        raise TypeError(f"subprocess_init_args={args!r} need a subprocess_init_fn, found None")
     if fn is not None:
         try:
             inspect.signature(fn).bind(*args)
         except TypeError as error:
             raise TypeError(f"subprocess_init_fn does not take subprocess_init_args={args!r}: {error}") from None
-        except ValueError:  # it is written in C, and does not say what it takes
+        except ValueError:  # a function in C without a signature
             return
 
 
@@ -348,7 +348,7 @@ def log_done(what: str, path: str, begin: float) -> None:
 
 
 def rebuilt(error: Exception, cause: BaseException | None, trace: str) -> Exception:
-    """Return an error of the writer process, as :func:`_failure` sends it."""
+    """Return an error of the writer process, from the message that :func:`_failure` made."""
     remote = RemoteTracebackError(f"in the writer process:\n\n{trace}")
     error.__cause__ = cause or remote
     if cause is not None:

@@ -1,4 +1,4 @@
-"""Reads one rank's file: all of it, or only the bytes that a state dict asks for."""
+"""Reads one rank's file, completely, or only the bytes that a state dict needs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Stat
 
 _log = logging.getLogger(__name__)
 _MAX_SHOWN = 10
-_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip: magic, sizes of its name and of what is added
+_HEADER = struct.Struct("<4s22xHH")  # header of a file in a zip: magic, sizes of the name and of the extra field
 _STEP_BYTES = 4 << 20
-_ALIGNMENT = 64  # where a part of a storage begins, so that it suits every dtype
-_MAX_DEPTH = 120  # what pack() makes is less deep; far from what the interpreter's stack takes
+_ALIGNMENT = 64  # alignment of parts of a storage, suitable for every dtype
+_MAX_DEPTH = 120  # deeper than anything that pack() makes, and far below the limit of the interpreter's stack
 _PLAIN = (type(None), int, float, complex, str, bytes, set, torch.Size, torch.dtype, torch.device)
 
 
@@ -48,7 +48,7 @@ class StateReader:
         map_location: Any = None,
         strict: bool = False,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the state and the dotted paths that are missing; as :meth:`Checkpointer.load` does."""
+        """Return the state, and the dotted paths that are missing; arguments as in :meth:`Checkpointer.load`."""
         if state_dict is not None and not isinstance(state_dict, dict):
             raise TypeError(f"state_dict is a dict or None, found a {type(state_dict).__name__}")
         storage = storage_at(path)
@@ -56,14 +56,14 @@ class StateReader:
         try:
             file = storage.open(self._name)
         except FileNotFoundError as error:
-            # Another number of ranks has written other files.
+            # If the number of ranks differs, the file names differ.
             try:
                 others = [name for name in storage.list_files("") if "/" not in name]
             except OSError:
                 others = []
             hint = f"found {', '.join(others[:_MAX_SHOWN])}" if others else "there is nothing at all"
             raise CheckpointNotFoundError(
-                f"{place}: no such file; {hint}. A state is loaded by as many ranks as saved it"
+                f"{place}: no such file; {hint}. Load a state with as many ranks as saved it"
             ) from error
         try:
             with file:
@@ -75,7 +75,7 @@ class StateReader:
                 stored.plan(asked.wholes)
                 state = stored.filled("", state_dict, stored.tree)
         except CorruptCheckpointError as error:
-            if error.remedy != CorruptCheckpointError.REMEDY:  # which names commands that know no such files
+            if error.remedy != CorruptCheckpointError.REMEDY:  # the default names commands that cannot read such files
                 raise
             raise CorruptCheckpointError(
                 error.path, error.where, found=error.found, expected=error.expected, remedy="load another checkpoint"
@@ -87,12 +87,12 @@ class StateReader:
 
 
 class Comparison:
-    """The result of comparing a template with a stored tree: missing and mismatched paths, and parts to read whole."""
+    """Compares a template with a stored tree: missing and mismatched paths, and parts to read completely."""
 
     def __init__(self, template: Any, tree: Any) -> None:
         self.missing: list[str] = []  # dotted paths that the tree lacks
         self.mismatched: dict[str, tuple[str, str]] = {}  # dotted path -> (found, expected)
-        self.wholes: list[Any] = []  # the parts of the tree that are taken whole
+        self.wholes: list[Any] = []  # parts of the tree that are read completely
         self._compare("", template, tree)
 
     def _compare(self, name: str, template: Any, tree: Any) -> None:
@@ -126,7 +126,7 @@ def _found(tree: Any) -> str:
 
 
 def _expected(template: Any) -> str:
-    """Describe the value that a part of a template accepts, in the words of :func:`_found`."""
+    """Describe the value that a part of a template accepts, in the same words as :func:`_found`."""
     if isinstance(template, np.ndarray):
         if not template.flags.writeable:
             return "a read-only numpy array, not to be filled"
@@ -144,17 +144,17 @@ def _expected(template: Any) -> str:
 
 
 class StoredState:
-    """The state in a file, whose tensors have no values until they are read. Not thread-safe.
+    """The state in a file; tensors have no values until they are read. Not thread-safe.
 
     ``tree`` is the state, with tensors on the device ``meta``. ``place`` moves a block of bytes to its device and
-    returns the storage of the new tensors. CorruptCheckpointError if the file is damaged or holds more than tensors and
-    plain data; no code in it is run.
+    returns the storage of the new tensors. CorruptCheckpointError if the file is damaged or contains anything other
+    than tensors and plain data; no code in the file is run.
     """
 
     def __init__(self, file: BinaryIO, path: str, place: Callable[[Tensor], Any]) -> None:
         self._file, self._path, self._place = file, path, place
         self._records: dict[int, zipfile.ZipInfo] = {}
-        self._empty: list[torch.UntypedStorage] = []  # kept, so that each has a number of its own
+        self._empty: list[torch.UntypedStorage] = []  # kept alive, so that each has a unique address
         self.tree = unpickled(file, path, self._without_values)
         self._check(self.tree, 0, set(), set())
         self._ranges: dict[int, tuple[int, int]] = {}
@@ -171,7 +171,7 @@ class StoredState:
         """Check that a value consists of plain data and tensors, and does not contain itself."""
         if isinstance(value, dict | list) or type(value) is tuple:
             if id(value) in outer or depth > _MAX_DEPTH:
-                raise self._corrupt("", "a value that holds itself, or is nested too deep", f"{_MAX_DEPTH} levels")
+                raise self._corrupt("", "a value that contains itself, or is nested too deep", f"{_MAX_DEPTH} levels")
             if id(value) not in seen:
                 seen.add(id(value))
                 for item in value.values() if isinstance(value, dict) else value:
@@ -180,7 +180,7 @@ class StoredState:
             raise self._corrupt("", f"a {type(value).__name__}", "a tensor or a plain value")
 
     def plan(self, wholes: list[Any]) -> None:
-        """Record which bytes of each storage are needed by parts that are read whole, so that they are read once."""
+        """Record which bytes of each storage the parts read completely need, so that they are read once."""
         for tensor in _tensors_in(wholes, set()):
             begin, end = _bytes_of(tensor)
             key = tensor.untyped_storage()._cdata
@@ -188,9 +188,9 @@ class StoredState:
             self._ranges[key] = (min(lowest, begin), max(highest, end))
 
     def filled(self, name: str, template: Any, tree: Any) -> Any:
-        """Fill a template with the values of a compared tree, in place; return it.
+        """Fill a template in place with the values of a compared tree; return the template.
 
-        A tuple that contains more than tensors is replaced by a new tuple.
+        A tuple that contains anything other than tensors is replaced by a new tuple.
         """
         if template is None:
             return self._whole(tree)
@@ -210,7 +210,7 @@ class StoredState:
         return tree
 
     def _whole(self, tree: Any) -> Any:
-        """Return a part of the tree with its values; values that were shared when saved are shared again."""
+        """Return a part of the tree with values; values that shared memory when saved share memory again."""
         if isinstance(tree, Tensor):
             key = tree.untyped_storage()._cdata
             begin, end = self._ranges[key]
@@ -235,7 +235,7 @@ class StoredState:
         dense = target.numel() == span(target) and all(size == 1 or one == other for size, one, other in steps)
         if dense and target.device.type == "cpu" and not target.is_conj() and not target.is_neg():
             flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
-            self._read_into(stored, begin, flat.numpy(), where)  # the bytes in the file are those of its memory
+            self._read_into(stored, begin, flat.numpy(), where)  # the file has the same bytes as the tensor's memory
         else:
             target.copy_(_view(self._read(stored, begin, end, where).untyped_storage(), stored, begin))
 
@@ -245,7 +245,7 @@ class StoredState:
         return memory
 
     def _read_into(self, stored: Tensor, begin: int, data: npt.NDArray[np.uint8], where: str) -> None:
-        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum of a whole storage."""
+        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; for a whole storage, check the checksum."""
         record = self._records[stored.untyped_storage()._cdata]
         self._file.seek(record.header_offset)
         header = self._file.read(_HEADER.size)
@@ -260,7 +260,7 @@ class StoredState:
             data[filled : filled + len(step)] = np.frombuffer(step, np.uint8)
             checksum = zlib.crc32(step, checksum)
             filled += len(step)
-        # torch writes a checksum of 0 where it computed none.
+        # torch writes a checksum of 0 if it computed none.
         if len(data) == record.file_size and record.CRC not in (0, checksum):
             raise self._corrupt(where, f"checksum {checksum:08x}", f"{record.CRC:08x}")
 
@@ -283,14 +283,14 @@ def _bytes_of(stored: Tensor) -> tuple[int, int]:
 
 
 def _view(storage: Any, stored: Tensor, begin: int) -> Tensor:
-    """Return a tensor over memory that holds its storage from byte ``begin`` on."""
+    """Return a tensor over memory that contains its storage from byte ``begin`` on."""
     offset = int(stored.storage_offset()) - begin // stored.element_size()
     tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
     return tensor.set_(storage, offset, stored.shape, stored.stride())
 
 
 def _placing(map_location: Any) -> Callable[[Tensor], Any]:
-    """Return a function that moves a block of bytes saved from a CPU, and returns its storage."""
+    """Return a function that moves a block of bytes that was saved from a CPU, and returns its storage."""
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
     if map_location is None:

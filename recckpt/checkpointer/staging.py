@@ -24,19 +24,19 @@ from recckpt.dense.state_copy import plain_tensor, portable
 from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.threads import InOrder
 
-MAX_DEPTH = 100  # of containers in containers; what is saved can be walked again when it is loaded
+MAX_DEPTH = 100  # most levels of nested containers; loading must be able to walk them again
 _ALIGNMENT = 64
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 def pack(state_dict: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
-    """Return the pickle of a state dict, and a list of pieces; the pickle refers to each tensor by index of its piece.
+    """Return the pickle of a state dict, and a list of pieces; the pickle refers to each tensor by its piece's index.
 
-    A piece is a one-dimensional byte tensor on the state's device, mostly the state's own memory. Tensors that share
-    memory share it in the file, unless that would store more bytes than they use: of a view, only its own part is
-    stored.
+    A piece is a one-dimensional byte tensor on the state's device, usually the state's own memory. Tensors that share
+    memory share it in the file, too, unless that would store more bytes than the tensors use: for a view, only its own
+    part is stored.
 
-    TypeError if it is not a dict; ValueError names a place that could not be loaded back safely.
+    TypeError if the state is not a dict; ValueError names a place in it that could not be loaded back safely.
     """
     if type(state_dict) not in (dict, OrderedDict):
         raise TypeError(f"a state dict is a dict or OrderedDict, found a {type(state_dict).__name__}")
@@ -49,7 +49,7 @@ def pack(state_dict: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Reference:
-    """Stands for a tensor in the pickle; ``begin`` and ``end`` count items of its storage."""
+    """Replaces a tensor in the pickle; ``begin`` and ``end`` count items of its storage."""
 
     number: int
     tensor: Tensor
@@ -69,16 +69,16 @@ def child(name: str, key: object) -> str:
 
 
 def _walk(name: str, value: Any, references: list[_Reference], depth: int) -> Any:
-    """Copy the containers, with references for tensors and plain data otherwise."""
+    """Copy the containers, with references in place of tensors, and plain data unchanged."""
     if depth > MAX_DEPTH:
-        raise ValueError(f"{name[:200]}: it holds itself, or is nested deeper than {MAX_DEPTH}")
+        raise ValueError(f"{name[:200]}: it contains itself, or is nested deeper than {MAX_DEPTH}")
     if type(value) is str:
-        return sys.intern(value)  # pickle writes one and the same object once: so equal states make equal files
+        return sys.intern(value)  # pickle writes an interned string once, so equal states make equal files
     if isinstance(value, np.ndarray):
         value = portable(name, value)
     if isinstance(value, Tensor):
         tensor = plain_tensor(name, value).resolve_conj().resolve_neg()
-        if tensor.numel() > span(tensor):  # items of a tensor are one to one with those of its storage
+        if tensor.numel() > span(tensor):  # each item of the tensor must have its own item of the storage
             tensor = tensor.contiguous()
         begin = int(tensor.storage_offset())
         references.append(_Reference(len(references), tensor, begin, begin + span(tensor)))
@@ -93,7 +93,7 @@ def _walk(name: str, value: Any, references: list[_Reference], depth: int) -> An
         return type(value)([_walk(f"{name}[{i}]", item, references, depth + 1) for i, item in enumerate(value)])
     plain = portable(name, value)
     if type(plain) is set and _holds_tensor(plain):
-        raise ValueError(f"{name}: a tensor in a set has no place to be loaded into; use a list")
+        raise ValueError(f"{name}: a tensor in a set cannot be loaded in place; use a list")
     return plain
 
 
@@ -102,9 +102,9 @@ def _holds_tensor(values: Iterable[Any]) -> bool:
 
 
 def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) -> Tensor:
-    """Return the bytes that store a group of overlapping tensors, and record each tensor's place in these bytes."""
+    """Return the bytes that store a group of overlapping tensors, and record each tensor's offset in these bytes."""
     tensor, begin, end = members[0].tensor, members[0].begin, max(member.end for member in members)
-    is_copied = len(_by_place(members)) == 1 and end - begin > tensor.numel()  # gaps that nothing else lies in
+    is_copied = len(_by_place(members)) == 1 and end - begin > tensor.numel()  # drops gaps that no other tensor fills
     if is_copied:
         tensor = tensor.contiguous()
         begin, end = 0, tensor.numel()
@@ -117,7 +117,7 @@ def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) ->
 
 
 def _stored_together(references: list[_Reference]) -> Iterator[list[_Reference]]:
-    """Yield groups of overlapping tensors; tensors are separate if a group would store more bytes than they use."""
+    """Yield groups of overlapping tensors; separates tensors if a group would store more bytes than they use."""
     by_storage: dict[Any, list[_Reference]] = defaultdict(list)
     for reference in references:
         tensor, storage = reference.tensor, reference.tensor.untyped_storage()
@@ -147,9 +147,9 @@ def _by_place(members: list[_Reference]) -> list[list[_Reference]]:
 
 
 class Arena:
-    """One block of shared memory, which grows and is reused by later saves.
+    """A block of shared memory, which grows and is reused by later saves.
 
-    It is not in ``/dev/shm``, because that is small in many containers, and its files outlive a killed process. The
+    It is not a file in ``/dev/shm``, which is small in many containers, and whose files outlive a killed process. The
     writer process gets the descriptor ``fd``.
     """
 
@@ -163,7 +163,7 @@ class Arena:
                 self.fd = os.dup(file.fileno())
 
     def reserve(self, n_bytes: int) -> None:
-        """Map a larger block if ``n_bytes`` needs one; memory is only taken when written to."""
+        """Map a larger block if ``n_bytes`` needs one; memory is allocated only when it is written to."""
         if n_bytes > self.n_bytes:
             os.ftruncate(self.fd, n_bytes)
             self.memory, self.n_bytes = mmap.mmap(self.fd, n_bytes), n_bytes
@@ -174,10 +174,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class StagedState:
-    """State that does not change until it is written.
+    """State that does not change until it has been written.
 
     Attributes:
-        pickle: the state, in which tensors refer to pieces by index.
+        pickle: the pickled state, in which tensors refer to pieces by index.
         spans: (begin, size) in bytes of each piece in the arena.
         arena: the memory that holds the pieces.
     """
@@ -188,17 +188,17 @@ class StagedState:
 
 
 class CheckpointStager(ABC):
-    """Copies state away from training."""
+    """Copies the state, so that training may continue."""
 
     @abstractmethod
     def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
         """Return a copy of the present state, or a future of it.
 
-        The copy may overwrite the previous copy, because that has been written by then.
+        The copy may overwrite the previous copy, which has been written by then.
 
         Args:
-            state_dict: as :meth:`Checkpointer.save` takes it.
-            kwargs: what was passed to ``save``.
+            state_dict: as for :meth:`Checkpointer.save`.
+            kwargs: the keyword arguments of ``save``.
         """
 
     @abstractmethod
@@ -209,15 +209,15 @@ class CheckpointStager(ABC):
 class SharedMemoryStager(CheckpointStager):
     """Copies tensors into one block of shared memory that the writer process maps.
 
-    Tensors in host memory are copied before :meth:`stage` returns. Tensors on CUDA devices are copied by the devices,
-    after the work already enqueued on the current stream and before later work; then the future is done. Not
+    Tensors in host memory are copied before :meth:`stage` returns. CUDA devices copy their own tensors, after the work
+    already enqueued on the current stream and before later work; the future is done when they finish. Not
     thread-safe.
     """
 
     def __init__(self) -> None:
         self._arena: Arena | None = Arena()
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._pinned: int | None = None  # the address of the arena, where devices copy to it directly
+        self._pinned: int | None = None  # address of the arena, if it is pinned for copies by devices
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._waits = InOrder("recckpt-stage")
 
@@ -258,17 +258,17 @@ class SharedMemoryStager(CheckpointStager):
         return copied
 
     def close(self) -> None:
-        """Wait for the devices and release the memory; a running write keeps it."""
+        """Wait for the devices and release the memory; a running write keeps it alive."""
         self._waits.finish()
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arena = None
 
     def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
-        """Enqueue (target, source) copies on one stream per device; return an event per device that marks their end.
+        """Enqueue (target, source) copies on one stream per device; return one event per device that marks their end.
 
-        The copies run after the work that training enqueued before, and before the work that it enqueues next on the
-        current stream. So no half-written value is read, and only the devices wait.
+        The copies run after the work that training has enqueued on the current stream, and before the work that it
+        enqueues next. So no half-written value is read, and only the devices wait.
         """
         if copies and self._pinned is None:
             address, n_bytes = self._bytes.data_ptr(), self._bytes.numel()

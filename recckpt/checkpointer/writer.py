@@ -1,6 +1,6 @@
-"""Writes one rank's file and commits it together with other ranks' files; also the main loop of the writer process.
+"""Writes one rank's file and commits it together with the other ranks' files; has the writer process's main loop.
 
-Imports no torch, except to look through a state.
+Imports no torch, except to pack a state.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _GOOD = b"good"
-_LOOK_SEC = 0.2  # how often the writer process looks whether its parent is alive
-_GRACE_SEC = 5.0  # for a hook that does not end by itself once it is gone
+_LOOK_SEC = 0.2  # how often the writer process checks that its parent is alive
+_GRACE_SEC = 5.0  # time for a hook to end after the parent is gone
 
 
 @dataclass(frozen=True)
@@ -69,31 +69,31 @@ class WriterHook(ABC):
 
     @abstractmethod
     def pre_commit(self, path: str, **kwargs: Any) -> None:
-        """Called when this rank's bytes are durable but not yet visible. An error abandons the save on all ranks.
+        """Called when this rank's bytes are durable but not yet visible. An error makes the save fail on all ranks.
 
         Args:
-            path: the directory of the checkpoint, absolute or a URL.
-            kwargs: what was passed to ``save``.
+            path: the directory of the checkpoint: an absolute path or a URL.
+            kwargs: the keyword arguments of ``save``.
         """
 
     @abstractmethod
     def post_commit(self, path: str, **kwargs: Any) -> None:
-        """Called when the files of all ranks are in place. An error is raised on all ranks, and the files stay."""
+        """Called when the files of all ranks are in place. An error is raised on all ranks, but the files stay."""
 
 
 class PartlyCommittedError(SaveFailedError):
-    """A rank failed after all had agreed to commit: while putting its file in place, or in its ``post_commit``."""
+    """A rank failed after all ranks had agreed to commit: when putting its file in place, or in ``post_commit``."""
 
     def __init__(self, ckpt_id: str, rank: int, cause: str) -> None:
         super().__init__(ckpt_id, rank, cause)
         self.args = (
             f"saving {ckpt_id!r}: rank {rank} failed while or after putting its file in place: {cause}; "
-            "files of other ranks may be new already: mend the cause and save again",
+            "other ranks may already have new files: fix the cause and save again",
         )
 
 
 class RankFailedError(Exception):
-    """A rank failed, or did not come, at a barrier: the first known ``rank``, and its error as text."""
+    """A rank failed or did not reach a barrier: ``rank`` is the first such rank, with its error as text."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(rank, reason)
@@ -101,19 +101,19 @@ class RankFailedError(Exception):
 
 
 class Barrier:
-    """Lets the ranks agree, several times per save. This base class is for a single rank."""
+    """Lets the ranks agree, several times per save. This base class serves a single rank."""
 
     def begin(self) -> None:
-        """Begin a save. Every rank begins every save, even if the previous save failed."""
+        """Begin a save. Every rank must begin every save, even if the previous save failed."""
 
     def agree(self, *, last: bool = False) -> None:
         """Wait until all ranks have arrived. Collective.
 
         Args:
-            last: whether this is the last agreement in this save.
+            last: whether this is the last agreement of this save.
 
         Raises:
-            RankFailedError: on all ranks: a rank refused, or did not arrive in time.
+            RankFailedError: on all ranks, if a rank refused or did not arrive in time.
         """
 
     def refuse(self, reason: str) -> None:
@@ -123,8 +123,8 @@ class Barrier:
 class StoreBarrier(Barrier):
     """Agrees over a key-value store: the first rank to write an answer decides, and all ranks read it.
 
-    A late rank finds the answer and fails like the others. Each save uses separate keys, so that a failed save does not
-    affect the next; a process group cannot be used after a timeout of a collective. Not thread-safe.
+    A late rank reads the answer and fails like the others. Each save uses new keys, so that a failed save does not
+    affect the next; a process group, in contrast, is unusable after a timeout. Not thread-safe.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
@@ -136,7 +136,7 @@ class StoreBarrier(Barrier):
         self._save, self._question = self._save + 1, 0
 
     def agree(self, *, last: bool = False) -> None:
-        """Wait for the others; then delete the keys of the previous agreement: all ranks have read its answer."""
+        """Wait for the others; then delete the keys of the previous agreement, whose answer all ranks have read."""
         place = self._next_place()
         ranks = self._ranks(place)
         try:
@@ -148,17 +148,17 @@ class StoreBarrier(Barrier):
                     if self._rank == 0:
                         self._store.delete_key(f"{self._before}answer")
                 self._before = place
-                if last and not ranks.leave(self._timeout_sec):  # rank 0, which may hold the store, leaves last
-                    _log.warning("save %d is committed, but not all ranks have seen that", self._save)
-        except RuntimeError as error:  # what torch's stores raise
-            raise RankFailedError(self._rank, f"the store that the ranks share failed: {error}") from error
+                if last and not ranks.leave(self._timeout_sec):  # rank 0 leaves last, because it may host the store
+                    _log.warning("save %d is committed, but not all ranks have confirmed it", self._save)
+        except RuntimeError as error:  # the error type of torch's stores
+            raise RankFailedError(self._rank, f"the ranks' shared store failed: {error}") from error
         if answer != _GOOD:
             raise RankFailedError(*json.loads(answer))
 
     def refuse(self, reason: str) -> None:
         try:
             self._decide(self._next_place(), self._rank, reason)
-        except RuntimeError:  # they will notice by themselves; this rank has its own error to raise
+        except RuntimeError:  # the other ranks will time out; this rank raises its own error
             _log.exception("the failure of this rank could not be sent to the others: %s", reason)
 
     def _next_place(self) -> str:
@@ -179,22 +179,22 @@ class StoreBarrier(Barrier):
                 return self._store.get(answer)
             if self._rank == 0 and ranks.all_here():
                 return self._store.compare_set(answer, "", _GOOD.decode())
-        late = ranks.missing() or [0]  # which has not answered
+        late = ranks.missing() or [0]  # rank 0 has not answered
         names = ", ".join(map(str, late))
         return self._decide(place, late[0], f"rank {names} did not come to the barrier within {self._timeout_sec:g} s")
 
 
 class CheckpointWriter:
-    """Writes ``<path>/checkpoint_<rank>.pt``, whole or not at all.
+    """Writes ``<path>/checkpoint_<rank>.pt``, completely or not at all.
 
-    The order of a save: bytes durable under another name, ``pre_commit``, all ranks agree, names put in place, all
-    ranks agree, ``post_commit``, all ranks agree.
+    The order of a save: make bytes durable under another name, ``pre_commit``, all ranks agree, rename to the final
+    name, all ranks agree, ``post_commit``, all ranks agree.
 
     Args:
         rank_info: this rank.
-        barrier: where several ranks agree; None for one rank.
+        barrier: where the ranks agree; None for a single rank.
         commit_hook: called before and after the commit.
-        proceed: called before every few megabytes; it raises an error to abandon the save.
+        proceed: called before every few megabytes; an error that it raises stops the save.
     """
 
     def __init__(
@@ -213,11 +213,11 @@ class CheckpointWriter:
 
         Args:
             path: the directory of the checkpoint, or its URL.
-            state_dict: as :meth:`Checkpointer.save` takes it.
+            state_dict: as for :meth:`Checkpointer.save`.
             kwargs: passed to the hook.
 
         Raises:
-            TypeError, ValueError: something in ``state_dict`` could not be loaded back safely.
+            TypeError, ValueError: ``state_dict`` contains something that could not be loaded back safely.
             SaveFailedError: writing failed, here or on another rank; the cause is chained.
         """
         from recckpt.checkpointer.staging import pack
@@ -229,11 +229,11 @@ class CheckpointWriter:
         except BaseException as error:
             self._barrier.refuse(describe(error))
             raise
-        # Pieces on other devices are copied one at a time, as they are written.
+        # Pieces on other devices are copied one at a time, during the write.
         self.put(storage, ArchiveContents(pickled, (piece.cpu().numpy().data for piece in pieces)), kwargs)
 
     def put(self, storage: Storage, contents: ArchiveContents, kwargs: Mapping[str, Any]) -> None:
-        """Write ``contents`` in a save that has begun; as :meth:`write` does."""
+        """Write ``contents`` in the current save. Raises the errors of :meth:`write`."""
         url = storage.url
         with self._raised_alike(url, SaveFailedError):
             draft = storage.draft(self._rank_info.file_name)
@@ -256,7 +256,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _raised_alike(self, url: str, failed: Callable[[str, int, str], SaveFailedError]) -> Iterator[None]:
-        """Send an error to the other ranks, and raise theirs."""
+        """Send an error of this rank to the other ranks, and raise theirs here."""
         try:
             yield
         except RankFailedError as error:
@@ -273,9 +273,9 @@ def describe(error: BaseException) -> str:
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
-    """Return the storage of a checkpoint's directory; TypeError if it is not a path, ValueError for a wrong one."""
+    """Return the storage of a checkpoint's directory. TypeError if it is not a path, ValueError for an invalid one."""
     if not isinstance(path, str | os.PathLike):
-        hint = "; the state comes first and then the path" if isinstance(path, Mapping) else ""
+        hint = "; pass the state first and then the path" if isinstance(path, Mapping) else ""
         raise TypeError(f"path is a directory or URL, found a {type(path).__name__}{hint}")
     return open_storage(os.fspath(path))
 
@@ -295,7 +295,7 @@ class Write(NamedTuple):
     spans: list[tuple[int, int]]
     n_memory_bytes: int
     new_memory: bool
-    kwargs: bytes  # pickled apart: what cannot be loaded here fails its own save and no other
+    kwargs: bytes  # pickled separately, so that an unloadable value fails only its own save
 
 
 class OrphanedError(BaseException):
@@ -303,7 +303,7 @@ class OrphanedError(BaseException):
 
 
 def _failure(error: Exception) -> tuple[str, Any]:
-    """Return the message that sends an error with its cause to the parent; as text if it does not pickle."""
+    """Return a message for the parent with an error and its cause; as text if the error cannot be pickled."""
     trace = "".join(traceback.format_exception(error.__cause__ or error))
     sent: list[BaseException | None] = []
     for each in (error, error.__cause__):
@@ -332,14 +332,14 @@ class _AskingBarrier(Barrier):
 
 
 def main(fd: int, parent_pid: int) -> None:
-    """Be the writer process: serve the parent over a socket until it closes it or dies."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, which may still want to save
+    """Run the writer process: serve the parent over a socket until the parent closes it or dies."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, which may still save
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     orphaned = threading.Event()
 
     def watch() -> None:
-        """End this process when the parent ends, even if a fork of the parent still holds the socket."""
+        """End this process when the parent ends, even if a fork of the parent still has the socket."""
         while os.getppid() == parent_pid:
             time.sleep(_LOOK_SEC)
         orphaned.set()
@@ -347,7 +347,7 @@ def main(fd: int, parent_pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError, OrphanedError):  # it is gone, or wants no more
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError, OrphanedError):  # the parent is gone, or closed it
         _serve(Connection(fd), orphaned)
 
 
@@ -366,7 +366,7 @@ def _serve(connection: Connection, orphaned: threading.Event) -> None:
     barrier = _AskingBarrier(connection)
     writer = CheckpointWriter(setup.rank_info, barrier=barrier, commit_hook=setup.commit_hook, proceed=proceed)
     connection.send(("ready", None))
-    shared, block = -1, memoryview(b"")  # the memory of the parent, mapped for as long as it stays the same
+    shared, block = -1, memoryview(b"")  # the parent's memory, mapped until the parent uses another block
     while True:
         request: Write = connection.recv()
         if request.new_memory:

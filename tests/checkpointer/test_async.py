@@ -114,7 +114,7 @@ def test_what_cannot_reach_the_writer_process_is_refused_at_once(make, tmp_path)
     with pytest.raises(ValueError, match="subprocess_init_fn cannot be sent to the writer process"):
         make(subprocess_init_fn=lambda: None)
     checkpointer = make()
-    with pytest.raises(ValueError, match="what is passed to the hook cannot be sent"):
+    with pytest.raises(ValueError, match="the keyword arguments for the hook cannot be sent"):
         checkpointer.save({"a": 1}, tmp_path, lock=threading.Lock())
     local = type("Local", (), {"__module__": "__main__"})
     sys.modules["__main__"].Local = local

@@ -128,7 +128,7 @@ def test_a_store_that_is_gone_is_a_failure_and_telling_of_one_raises_nothing():
 
     barrier = StoreBarrier(Gone(), 1, SIZE, 60.0)
     barrier.begin()
-    assert outcome(barrier.agree) == (1, "the store that the ranks share failed: connection closed")
+    assert outcome(barrier.agree) == (1, "the ranks' shared store failed: connection closed")
     barrier.refuse("disk full")
 
 

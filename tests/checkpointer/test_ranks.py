@@ -72,7 +72,7 @@ def test_a_rank_may_save_alone_and_another_number_of_ranks_finds_its_file_missin
     for rank, (failed, found, files, missing) in enumerate(results[kind, "save_alone"]):
         assert (failed, found, files) == (None, {"is": rank}, ["checkpoint_0.pt"])
         assert (missing is None) == (rank == 0)
-    assert "found checkpoint_0.pt. A state is loaded by as many ranks as saved it" in missing
+    assert "found checkpoint_0.pt. Load a state with as many ranks as saved it" in missing
 
 
 def test_an_interpreter_that_ends_waits_for_the_save_in_flight_and_swallows_no_error(results):

@@ -221,7 +221,7 @@ def hostile(data):
     [
         (pickle.dumps({"a": Command()}, 2), "posix.system"),
         (pickle.dumps([1, 2], 2), "found the opcode EMPTY_LIST, expected a dict"),
-        (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "a value that holds itself"),
+        (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "a value that contains itself"),
         (pickle.dumps({"a": bytearray(b"x")}, 2), "bytearray"),
         (b"\x80\x02}X\x01\x00\x00\x00actorch\nload\n)Rs.", "torch.load"),
         (b"\x80\x02}X\x01\x00\x00\x00actorch\ndevice\nX\x03\x00\x00\x00abc\x85Rs.", "device"),
