@@ -1,7 +1,7 @@
-"""Saves a table that is divided by columns: ranks exchange columns, and each rank saves some whole rows.
+"""Saves a table that is sharded by columns: ranks exchange columns, and each rank saves some whole rows.
 
-Each of W ranks saves 1/W of the rows. It receives the columns that it lacks in windows, one window per collective
-exchange, so that a failing rank ends the exchange on all ranks.
+Each of W ranks saves 1/W of the rows. It receives its missing columns in windows, one window per collective exchange,
+so that a failing rank ends the exchange on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recckpt.sparse.table.store import Ids, marked_rows
 from recckpt.types import Box, SlotSpec
 
 Bytes = npt.NDArray[np.uint8]
-WINDOW_BYTES = 16 << 20  # that a rank sends at a meeting, about
+WINDOW_BYTES = 16 << 20  # about how many bytes a rank sends per collective exchange
 Int64s = npt.NDArray[np.int64]
 _ID_SPEC = SlotSpec("id", "int64", ())
 
@@ -38,14 +38,14 @@ class Head:
     is_delta: bool
 
 
-Piece = tuple[int, int, int]  # table, and [begin, end) of the rows that a part saves of it
+Piece = tuple[int, int, int]  # table, and the range [begin, end) of its rows that one part saves
 
 
 def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_bytes: int | None = None) -> None:
     """Exchange columns so that each rank has whole rows; all ranks have the same tables in the same order. Collective.
 
     A row belongs to a delta if it changed on any rank that has columns of it. A rank sends about ``window_bytes`` per
-    collective exchange. LiveTableError if parts of rows are missing, or a table was changed without an announcement;
+    collective exchange. LiveTableError if parts of rows are missing, or a table was changed without a notification;
     RecckptError if another rank failed.
     """
     exchange = _Exchange(sources, meetings, window_bytes or WINDOW_BYTES)
@@ -56,7 +56,7 @@ def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_by
 
 
 class _Exchange:
-    """One exchange of columns: for each table, this rank's source, and the ranks with other parts of its rows."""
+    """One exchange of columns: for each table, this rank's source, and the ranks with other columns of its rows."""
 
     def __init__(self, sources: Sequence[ColumnRows], meetings: Meetings, window_bytes: int) -> None:
         self._meetings = meetings
@@ -66,14 +66,14 @@ class _Exchange:
         ]
         self._is_delta = any(head.is_delta for heads in of_ranks for head in heads)
         widest = max((len(head.box.columns) for heads in of_ranks for head in heads), default=1)
-        self._limit = window_bytes // max(1, widest - 1)  # bytes that one rank sends another at a time
+        self._limit = window_bytes // max(1, widest - 1)  # bytes that one rank sends to another at a time
 
     def agree(self) -> None:
         own = [source.bits() for source, _ in self._tables]
         union = [bits.copy() for bits in own]
         if self._is_delta:
             size, here = self._meetings.size, self._meetings.rank
-            # For each rank the tables of which it has columns of the same rows as this rank.
+            # For each rank: the tables of which it has columns for the same rows as this rank.
             shared = [
                 [n for n, (_, heads) in enumerate(self._tables) if rank != here and rank in heads]
                 for rank in range(size)
@@ -88,7 +88,7 @@ class _Exchange:
             source.begin(bits)
 
     def send_all(self) -> None:
-        """Send this rank's columns to the ranks that save the rows, and receive those for its own rows."""
+        """Send this rank's columns to the ranks that save the rows, and receive columns for this rank's own rows."""
         size, rank = self._meetings.size, self._meetings.rank
         sent = [self._windows(to, rank) for to in range(size)]
         taken = [self._windows(rank, sender) for sender in range(size)]
@@ -146,7 +146,7 @@ def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank:
     if sorted(parts) != list(range(len(own.box.columns))) or not is_alike:
         raise LiveTableError(
             f"table {name!r}: found the parts {parts} of its columns on the ranks {list(heads)}, expected each of "
-            f"{len(own.box.columns)} once, with the same slots: call live_tables on each rank once the model is sharded"
+            f"{len(own.box.columns)} once, with the same slots: call live_tables on each rank after sharding"
         )
     return heads
 
@@ -173,10 +173,10 @@ def _joined(pieces: Iterable[Bytes]) -> Bytes:
 
 
 class ColumnRows(RowsInParts):
-    """Rows of a table divided by columns: a source of whole rows once ranks have exchanged columns.
+    """Rows of a table sharded by columns: a source of whole rows once the ranks have exchanged columns.
 
     ``snapshot`` has this rank's columns of all rows of ``box``. ``changed`` returns one bit per row, 1 if the row
-    belongs to the delta. If it is None, all rows are saved; only then the number of saved rows is known before the
+    belongs to the delta; without ``changed`` all rows are saved, and only then is their number known before the
     exchange. Each value is read once.
     """
 
@@ -186,7 +186,7 @@ class ColumnRows(RowsInParts):
         self.name, self.box, self.parts = snapshot.name, box, snapshot.slots
         self.slots = tuple(whole_spec(spec, box) for spec in snapshot.slots)
         self._snapshot, self._changed = snapshot, changed
-        # The saved rows of the box, None for all; and slot -> whole rows of this rank's share, of shape
+        # The saved rows of the box, None for all; and slot -> whole rows of this rank's share, with the shape
         # (rows, bytes of a row).
         self._joining: tuple[Int64s | None, Mapping[str, Bytes]] | None = None
         self._whole: StillTable | None = None
@@ -228,7 +228,7 @@ class ColumnRows(RowsInParts):
         self._source.read_slots(rows, targets, is_last=is_last)
 
     def send(self, part: int, begin: int, end: int) -> list[Bytes]:
-        """Return this rank's columns, one array per slot, of rows that ``part`` saves; each row is read only once."""
+        """Return this rank's columns, one array per slot, of rows that ``part`` saves. Call this once for each row."""
         chosen, _ = self._joined
         first, _ = self._share(chosen, part)
         rows = np.arange(first + begin, first + end) if chosen is None else chosen[first + begin : first + end]

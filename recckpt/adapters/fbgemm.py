@@ -1,7 +1,7 @@
-"""FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` as live tables: its optimizers, its hooks, its tables.
+"""FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` as live tables: optimizers, hooks and tables.
 
-For the proven optimizers, a step changes only rows that were looked up; tested bit for bit on the CPU, with random
-models.
+For the proven optimizers, a step changes only rows that were looked up, as tests with random models show bit for bit on
+the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recckpt.types import EMBEDDING, Box, Door
 
 _ADAGRAD, _ROWWISE_ADAGRAD = "exact_adagrad", "exact_row_wise_adagrad"
 _PROVEN = frozenset({"exact_sgd", _ADAGRAD, _ROWWISE_ADAGRAD})
-_SLOTS: Mapping[str, Sequence[str]] = {  # in the order in which the kernel gives its states
+_SLOTS: Mapping[str, Sequence[str]] = {  # in the order of the kernel's states
     "exact_sgd": (),
     _ADAGRAD: ("sparse_adagrad_sum",),
     _ROWWISE_ADAGRAD: ("sparse_rowwise_adagrad_sum",),
@@ -36,13 +36,13 @@ _SLOTS: Mapping[str, Sequence[str]] = {  # in the order in which the kernel give
     "lars_sgd": ("sparse_lars_sgd_momentum",),
 }
 _PREV_ITER, _ROW_COUNTER = "sparse_fbgemm_prev_iter", "sparse_fbgemm_row_counter"
-_SETTINGS = ("eps", "weight_decay")  # beside the learning rate; betas of those that have moments
+_SETTINGS = ("eps", "weight_decay")  # besides the learning rate; and betas for optimizers with moments
 _WITH_BETAS = ("adam", "lamb")
-# Methods beside backward passes that may change any row, and do not say which.
+# Methods other than backward passes that may change any row without reporting which.
 _WRITERS = ("ema_inplace", "ensemble_and_swap", "init_embedding_weights_uniform")
-_RESET = "reset_embedding_weight_momentum"  # for rows with new ids, which its caller writes next
-# For ``is_a``: what holds its tables in memory; what keeps them on an SSD, or as keys and values; what keeps rows that
-# come and go in hash tables of its own.
+_RESET = "reset_embedding_weight_momentum"  # resets rows for new ids, which the caller writes next
+# Class names for ``is_a``: kernels with tables in memory; with tables on an SSD or in a key-value store; with rows in
+# their own hash tables.
 KERNEL = "fbgemm_gpu.split_table_batched_embeddings_ops_training", "SplitTableBatchedEmbeddingBagsCodegen"
 OTHER_KERNEL = "fbgemm_gpu.tbe.ssd.training", "SSDTableBatchedEmbeddingBags"
 HASHED_KERNEL = (
@@ -50,7 +50,7 @@ HASHED_KERNEL = (
     "BatchedDynamicEmbeddingTables",
     "BatchedDynamicEmbeddingTablesV2",
 )
-IN_MEMORY = "plan it with the compute kernel FUSED or FUSED_UVM_CACHING, whose tables lie in memory"
+IN_MEMORY = "plan it with the compute kernel FUSED or FUSED_UVM_CACHING, whose tables are in memory"
 BY_DUMP = (
     "dump it by DynamicEmbDump beside each checkpoint, which recckpt import --from dynamicemb reads, or return a table "
     "of your own (recckpt.types.SavableTable) from the state dict"
@@ -66,13 +66,13 @@ _MEMORY = tuple(
 def slots_and_reason(kernel: Any) -> tuple[Sequence[str], str | None]:
     """Return a kernel's slots in the order of ``split_optimizer_states()``, and why a step may change other rows.
 
-    The reason is None if it is proven that only rows looked up change. LiveTableError if its states cannot be saved by
-    rows.
+    The reason is None if a step provably changes only rows that were looked up. LiveTableError if the states cannot be
+    saved by rows.
     """
     kind = str(kernel.optimizer.value)
     if kind not in _SLOTS:
         raise LiveTableError(
-            f"its optimizer is {kind!r}, whose states recckpt does not know: train it by one of {', '.join(_SLOTS)}"
+            f"its optimizer is {kind!r}, whose states recckpt does not know: use one of {', '.join(_SLOTS)}"
         )
     slots = list(_SLOTS[kind])
     has_counter = kernel._used_rowwise_adagrad_with_counter
@@ -88,28 +88,28 @@ def slots_and_reason(kernel: Any) -> tuple[Sequence[str], str | None]:
 
 
 class KernelHooks:
-    """The hooks of one kernel, for all of its tables; they never raise.
+    """The hooks of one kernel, for all its tables; hooks never raise.
 
-    The rows that a backward pass changes are read from the autograd node that writes them, just before it does: forward
-    passes without a backward pass announce nothing, and the kernel has checked the ids. ``is_proven``: a pass changes
-    only rows that were looked up.
+    The hooks read which rows a backward pass will change from the autograd node that writes them, just before it does.
+    So forward passes without a backward pass send no notifications, and the kernel has checked the ids. ``is_proven``:
+    a pass changes only rows that were looked up.
     """
 
     def __init__(self, kernel: Any, *, is_proven: bool) -> None:
         self._kernel, self._is_proven = kernel, is_proven
         self._doors: dict[int, WeakDoor] = {}
         self._removers: list[Callable[[], object]] = []
-        self.was_written = True  # since the cache was last written back; what was before is not known
+        self.was_written = True  # whether since the cache's last write-back; at first unknown
 
     def attach(self, table: int, door: Door) -> Callable[[], object]:
-        """Announce changes of a table's rows; return a function that stops the announcements."""
+        """Notify of changes to a table's rows; return a function that ends the notifications."""
         if not self._doors:
             self._install()
         self._doors[table] = WeakDoor(door)
         return partial(self._detach, table)
 
     def after_forward(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Make the autograd node that will write the rows announce them first."""
+        """Make the autograd node that will write the rows notify of them first."""
         node = getattr(output, "grad_fn", None)
         if node is None or not self._doors:
             return
@@ -119,7 +119,7 @@ class KernelHooks:
     def before_backward(
         self, indices: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None, *gradients: Any
     ) -> None:
-        """Announce the rows that these inputs look up; ``sizes``: batch sizes by feature and rank, or None."""
+        """Notify of the rows that these inputs look up; ``sizes``: batch sizes by feature and rank, or None."""
         self.was_written = True
         try:
             if not self._is_proven or is_capturing():
@@ -133,7 +133,7 @@ class KernelHooks:
     def before_reset(
         self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
     ) -> None:
-        """Announce the rows about to be reset; arguments of :meth:`reset_embedding_weight_momentum`."""
+        """Notify of the rows about to be reset; arguments of :meth:`reset_embedding_weight_momentum`."""
         self.was_written = True
         try:
             bounds, tables = pruned_indices_offsets.tolist(), logical_table_ids.tolist()
@@ -156,14 +156,14 @@ class KernelHooks:
         self.was_written = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelHooks:
-        return KernelHooks(None, is_proven=True)  # which announces nothing
+        return KernelHooks(None, is_proven=True)  # sends no notifications
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(KernelHooks, None, is_proven=True), ()
 
     def _fail(self, error: Exception) -> None:
         first, *others = self._doors.values()
-        first.failed(error)  # which fails one save; as many would fail as there are tables
+        first.failed(error)  # one table is enough: all tables of the kernel are in the same save
         for door in others:
             door.replaced()
 
@@ -201,11 +201,11 @@ class KernelHooks:
             self._removers = []
 
 
-_ARGUMENTS = ((0, "indices"), (1, "offsets"), (4, "batch_size_per_feature_per_rank"))  # of the kernel's forward
+_ARGUMENTS = ((0, "indices"), (1, "offsets"), (4, "batch_size_per_feature_per_rank"))  # arguments of a kernel's forward
 
 
 class _Announced:
-    """Replaces a method of one object and announces each call, with its arguments, before the call happens.
+    """Replaces a method of one object, and passes the arguments of each call to a function before the call.
 
     In a copy of the object, or after unpickling, the method is the plain one.
     """
@@ -244,10 +244,10 @@ def _looked_up(ids: Tensor, n_rows: int) -> Tensor:
 
 
 class Kernel:
-    """A fused kernel with all of its tables; these share one step count, one learning rate, and hooks.
+    """A fused kernel with all its tables, which share one step count, one learning rate, and hooks.
 
     ``owner`` is TorchRec's module whose fused optimizer sets the learning rate at each step. LiveTableError says why
-    its tables cannot be saved by rows.
+    the kernel's tables cannot be saved by rows.
     """
 
     def __init__(self, module: Any, owner: Any = None) -> None:
@@ -292,12 +292,12 @@ class Kernel:
         return settings | {name: float(getattr(arguments, name)) for name in names}
 
     def prepare(self) -> None:
-        """Write back rows that are newer in a cache; once for all tables, until training writes again.
+        """Write back rows that are newer in a cache; one call serves all tables until training writes again.
 
-        A row that the cache evicts later is unchanged, or its change was announced.
+        A row that the cache evicts later is unchanged, or a notification of its change was sent.
         """
         if self.hooks.was_written and self.module.lxu_cache_weights.numel():
-            # A stream that fetches rows ahead changes the cache too, so nothing else runs while it is written back.
+            # A stream that prefetches rows also changes the cache, so nothing else may run during the write-back.
             wait_for_devices([self.module.lxu_cache_weights])
             self.module.flush()
             wait_for_devices([self.module.lxu_cache_weights])
@@ -307,19 +307,19 @@ class Kernel:
         """Set step and learning rate, and make caches reread rows whose memory was written directly."""
         if step is not None:
             self.module.iter.fill_(step)
-            self.module.iter_cpu.fill_(step)  # the kernel takes it from the other at its first step only
+            self.module.iter_cpu.fill_(step)  # the kernel copies it from the other counter only at its first step
         if rate is not None:
             self.module.set_learning_rate(rate)
             if self._group is not None:
                 self._group["lr"] = rate
-        if not self.hooks.was_written:  # else the cache has what no load has written since, and must not lose it
+        if not self.hooks.was_written:  # else the cache has rows that no load has written since, and must keep them
             self.module.reset_cache_states()
 
 
 class FbgemmTable:
     """One table of a kernel, or this rank's part of one.
 
-    A load takes over steps and learning rate; other settings of the kernel, such as ``eps``, stay.
+    A load sets steps and learning rate; other settings of the kernel, such as ``eps``, stay unchanged.
     """
 
     def __init__(self, name: str, kernel: Kernel, table: int, box: Box, n_rows: int) -> None:
@@ -338,7 +338,7 @@ class FbgemmTable:
         self._kernel.prepare()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return weights and optimizer states in the kernel's memory; LiveTableError if they are stashed elsewhere."""
+        """Return weights and optimizer states in the kernel's memory; LiveTableError if the weights are stashed."""
         self._check_there()
         return self._kernel.tensors(self._table)
 
@@ -379,7 +379,7 @@ def kernel_tables(search: Search) -> Iterator[Candidate]:
                 f"a {type(module).__name__} keeps its rows on an SSD or in a store, not in tensors: {IN_MEMORY}"
             )
         if is_a(module, *HASHED_KERNEL):
-            left[path] = f"a {type(module).__name__} keeps its rows in hash tables, which no state dict has: {BY_DUMP}"
+            left[path] = f"a {type(module).__name__} keeps its rows in hash tables, which state dicts omit: {BY_DUMP}"
             search.missing.add(path)
         if not is_a(module, *KERNEL):
             continue
@@ -388,7 +388,7 @@ def kernel_tables(search: Search) -> Iterator[Candidate]:
         except LiveTableError as error:
             left[path] = str(error)
             continue
-        # All of them or none, by the largest: their rows are one tensor of the state dict.
+        # All tables or none, decided by the largest, because their rows are one tensor of the state dict.
         of_kernel: Any = module
         sizes = [rows for rows, *_ in of_kernel.embedding_specs]
         keys = tuple(f"{path}.{key}" if path else key for key in module.state_dict())

@@ -1,4 +1,4 @@
-"""Live tables whose ids are added and evicted: how their rows are read, announced and loaded."""
+"""Live tables whose ids are added and evicted: reads and loads their rows, and tracks their changes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class KeyedLiveTable(LiveTable, Protocol):
         """The ids whose rows this rank loads."""
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return the rows for ids, -1 for none; LiveTableError if some have none and ``drops`` is False."""
+        """Return the row of each id, -1 for none; LiveTableError if an id has no row and ``drops`` is False."""
 
     def take_ids(self, id_map: IdMap) -> None:
         """Set the table's ids to those of ``id_map``, after a load wrote their rows."""
 
 
 class KeyedStore(PlacedStore):
-    """The saved part of a keyed live table: the rows of its ids, and slots stored by id."""
+    """The saved part of a keyed live table: the rows of its ids, and slots stored per id."""
 
     def __init__(self, live: KeyedLiveTable, rows: LiveStore) -> None:
         self._live, self._rows = live, rows
@@ -124,9 +124,9 @@ def _are_distinct(rows: Int64s, n_rows: int) -> bool:
 
 
 class KeyedTarget(OwnTarget):
-    """Collects loaded rows in a separate table, and gives them to the live table when all have been read.
+    """Collects loaded rows in a separate table, and moves them to the live table when all have been read.
 
-    Until then the live table is unchanged, so damaged or unfitting rows do no harm. The load needs memory for two
+    Until then the live table is unchanged, so damaged or mismatching rows do no harm. A load needs memory for two
     copies of this rank's rows.
     """
 
@@ -144,7 +144,7 @@ class KeyedTarget(OwnTarget):
         self._attached.rows.wait()
         super().begin()
         self._is_begun = False
-        # It waits for the tables that have as many ids as they can; or each rank may have too many for its rows.
+        # Without a limit, finish after the tables with one; with a limit, a rank may get more ids than it has rows.
         self.finishes_last = self._attached.live.n_ids is None
         self.has_limited_room = not self.finishes_last and not self.owned_ids.is_everything
 
@@ -153,7 +153,7 @@ class KeyedTarget(OwnTarget):
         return self._attached.live.owned_ids
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Drop all rows; optimizer slots of new rows begin with their first values."""
+        """Drop all rows; optimizer slots of new rows start at their initial values."""
         self._is_begun = True
         super().clear(fresh)
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
@@ -178,12 +178,12 @@ class KeyedTarget(OwnTarget):
             self._is_begun, self.aside, self.was_empty = True, None, len(ids) == 0
 
     def check_room(self, *, drops: bool) -> None:
-        """Raise LiveTableError for more ids than rows on this rank, unless ``drops``."""
+        """Raise LiveTableError if this rank has more ids than rows, unless ``drops``."""
         if self._is_begun and self.has_limited_room:
             self._attached.place(*_rows_of(self._store), drops=drops)
 
     def finish(self, *, drops: bool = False) -> int:
-        """Give the live table its ids and rows; return how many ids had no room; LiveTableError unless ``drops``."""
+        """Move ids and rows to the live table; return how many ids had no room; LiveTableError unless ``drops``."""
         super().finish()
         if not self._is_begun:
             return 0
@@ -223,11 +223,11 @@ class AttachedKeyedTable(AttachedTable):
         return len(self.store)
 
     def has_all_of(self, n_rows: int) -> bool:
-        """Return whether the table has all ids and rows of the checkpoint that was loaded last."""
+        """Return whether the table has all ids and rows of the last loaded checkpoint."""
         return self._is_as_loaded
 
     def write(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write slots of the rows of ids; LiveTableError if an id has no row, or a slot belongs to ids, not rows."""
+        """Write slots of the rows of ids; LiveTableError if an id has no row, or if a slot is stored per id."""
         placed = self.store.placed()
         at = np.searchsorted(placed.ids, ids.numpy())
         at[at == len(placed.ids)] = 0
@@ -235,7 +235,7 @@ class AttachedKeyedTable(AttachedTable):
         if n_unknown or values.keys() & placed.meta.keys():
             raise LiveTableError(
                 f"table {self.name!r}: found {n_unknown} ids without a row, and the slots {sorted(values)}, expected "
-                f"ids that have one, and none of {sorted(placed.meta)}: load a checkpoint to give ids rows"
+                f"ids with rows, and none of the slots {sorted(placed.meta)}: load a checkpoint to give ids rows"
             )
         self.rows.write(placed.places[at], values)
 
@@ -256,7 +256,7 @@ class AttachedKeyedTable(AttachedTable):
     def replace(self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool) -> int:
         """Replace the table's ids by these distinct ids, with their rows; return how many ids got no row.
 
-        LiveTableError if some would get none and ``drops`` is False; nothing has changed then.
+        LiveTableError if an id would get no row and ``drops`` is False; nothing has changed then.
         """
         asked, values, rows = self.place(ids, values, drops=drops)
         meta = {name: torch.from_numpy(column) for name, column in asked.meta.items()}

@@ -1,4 +1,4 @@
-"""The tables of TorchRec's collections as live tables, found through the attributes of TorchRec 1.8."""
+"""Tables of TorchRec's collections as live tables, found through the attributes of TorchRec 1.8."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _COLLIDING = "torchrec.distributed.mc_embedding_modules", "BaseShardedManagedCol
 @dataclass(frozen=True)
 class Collection:
     module: Any  # the collection
-    path: str  # in the model, without wrappers
-    is_sharded: bool  # whether its tables are spread over ranks
+    path: str  # path in the model, without wrappers
+    is_sharded: bool  # whether its tables are sharded over ranks
     refusal: str | None = None  # why its tables cannot be live; None if they can
-    # table -> what maps its raw ids to rows on this rank; {} if ids are rows
+    # table -> the map from its raw ids to rows on this rank; {} if ids are rows
     collisions: Mapping[str, Collision] = field(default_factory=dict)
 
     @property
@@ -67,7 +67,7 @@ class Collection:
 
     @property
     def kernels(self) -> Iterator[tuple[Any, Sequence[Any]]]:
-        """The modules with a kernel on this rank, each with its tables' configs in the kernel's order."""
+        """The modules with a kernel on this rank, each with the configs of its tables in the kernel's order."""
         if not self.is_sharded:
             yield from zip(self.module._emb_modules, self.module._key_to_tables.values(), strict=True)
             return
@@ -89,7 +89,7 @@ class Collection:
 def collections_of(model: nn.Module) -> Iterator[Collection]:
     """Yield the known collections of a model, except those whose tables are plain torch modules."""
     named, of_torch = list(model.named_modules()), dict(wrappers_in(model))
-    wrappers = []  # where a module is wrapped, outer ones first, by torch or by TorchRec
+    wrappers = []  # paths of modules that torch or TorchRec has wrapped, outer ones first
     for name, module in named:
         before = behind(name)
         if is_a(module, _PARALLEL, "DistributedModelParallel"):
@@ -110,7 +110,7 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
             refusal = None
             if any(is_a(other, _PARALLEL, "DMPCollection") for other in above.values()):
                 refusal = (
-                    "its replicas differ until DMPCollection.sync(): use DistributedModelParallel, or leave it dense"
+                    "its replicas differ until DMPCollection.sync(): use DistributedModelParallel, or keep it dense"
                 )
             yield Collection(module, unwrapped(name, wrappers), is_sharded, refusal, collisions)
 
@@ -135,12 +135,12 @@ class CollectionTable(FbgemmTable):
 
 @dataclass(frozen=True)
 class _Local:
-    """This rank's view of a table in a collection: a shard, a copy, or no rows."""
+    """This rank's view of a collection's table: a shard, a copy, or no rows."""
 
     collection: Collection
     table: str
     part: RankPart
-    shard: tuple[Kernel, int] | None = None  # a kernel, and the number of the table in it
+    shard: tuple[Kernel, int] | None = None  # a kernel, and the table's number in it
     trainer: tuple[Optimizer | None, TorchRule | None] | None = None
 
     @property
@@ -152,8 +152,8 @@ class _Local:
 def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate]:
     """Return the tables of collections, of kernels and of plain torch modules.
 
-    Torch tables in unsharded collections get the names in their configs; behind managed collision they are saved by raw
-    ids.
+    Torch tables in unsharded collections get the names in their configs; tables behind managed collision are saved by
+    raw ids.
     """
     modules, collisions = search.model.modules(), collisions_of(search.model)
     in_collections = {id(table) for one in modules if is_a(one, *_UNSHARDED) for table in one.modules()}
@@ -170,17 +170,17 @@ def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate
 
 
 def _fitted(table: FoundTable) -> FoundTable:
-    """Return the form in which to attach a table: by ids, by columns, or as plain rows."""
+    """Return a table in the form to attach it: by ids, by columns, or as plain rows."""
     if isinstance(table.live, KeyedLiveTable):
         return replace(table, attached=AttachedKeyedTable)
     return replace(table, attached=AttachedColumns) if table.live.box().columns else table
 
 
 def _collection_tables(search: Search) -> list[Candidate]:
-    """Return the tables of all collections. Collective if the model has sharded ones.
+    """Return the tables of all collections. Collective if the model has sharded collections.
 
-    One LiveTableError lists all tables whose rows the ranks do not have completely; excluded tables are not checked. It
-    is also raised if ranks were given different options.
+    One LiveTableError lists all tables with rows that the ranks together lack; excluded tables are not checked. It is
+    also raised if ranks got different options.
     """
     ranks, options = search.ranks, search.options
     collections = collections_of(search.model)
@@ -193,12 +193,12 @@ def _collection_tables(search: Search) -> list[Candidate]:
     for rank, (other, _) in enumerate(proposals):
         if other != proposals[0][0]:
             raise LiveTableError(
-                f"live_tables was given {proposals[0][0]} on rank 0, and {other} on rank {rank}: give the same to all"
+                f"live_tables was given {proposals[0][0]} on rank 0, and {other} on rank {rank}: make them equal"
             )
     of_ranks = [parts for _, parts in proposals]
     unknown = sorted({path for paths in of_ranks for path in paths.keys() ^ own.keys()})
     if unknown:
-        raise LiveTableError(f"{unknown[0]!r} is not a table on all ranks: make the same model on each of them")
+        raise LiveTableError(f"{unknown[0]!r} is not a table on all ranks: make the same model on all ranks")
     candidates, problems = [], []
     for local in locals_:
         parts = [paths[local.path] for paths in of_ranks]
@@ -212,7 +212,7 @@ def _collection_tables(search: Search) -> list[Candidate]:
         candidates.append(Candidate(local.path, local.table, local.part.n_rows, make))
     if problems:
         raise LiveTableError(
-            f"tables cannot be saved by rows: {'; '.join(problems)}: make the same plan on all ranks, or exclude them"
+            f"tables cannot be saved by rows: {'; '.join(problems)}: use one plan on all ranks, or exclude them"
         )
     return candidates
 
@@ -232,7 +232,7 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
         if collection.sharding_of(table) == "data_parallel":
             yield _copied(collection, table, n_rows, optimizers)
         elif len(shards) > 1 or not is_a(module, *KERNEL):
-            several = f"{len(shards)} shards of it lie on one rank, expected one: plan it with one on each"
+            several = f"{len(shards)} of its shards are on one rank, expected one: plan one shard per rank"
             remedy = BY_DUMP if is_a(module, *HASHED_KERNEL) else IN_MEMORY
             refusal = several if len(shards) > 1 else f"its kernel is a {type(module).__name__}: {remedy}"
             yield _Local(collection, table, RankPart(n_rows, refusal=refusal))
@@ -248,7 +248,7 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
 def _kernel(owner: Any, module: Any) -> Kernel | str:
     if any(getattr(config, "stash_weights", False) for config in owner._config.embedding_tables):
         return (
-            "its weights are stashed in forward passes, which frees memory that a save still reads: create it "
+            "its weights are stashed in forward passes, which frees memory that a save may read: create it "
             "without stash_weights=True"
         )
     try:
@@ -329,8 +329,8 @@ def load_around(collections: Mapping[nn.Module, Set[str]], model: nn.Module, sta
     """Load dense state by names without wrappers; the rest of the model stays unchanged.
 
     TorchRec's sharded collections must load all their tables at the same time. So this function skips collections
-    without dense tensors, and gives other collections the present values of their live tables, which changes nothing.
-    ``collections`` has, for each, the keys of its live tables in its state dict.
+    without dense tensors, and passes other collections the present values of their live tables, which changes nothing.
+    ``collections`` maps each collection to the keys of its live tables in its state dict.
     """
     if model in collections:
         own = model.state_dict()
@@ -341,7 +341,7 @@ def load_around(collections: Mapping[nn.Module, Set[str]], model: nn.Module, sta
         load_dense(model, state)
         return
     is_wrapper = is_a(model, _PARALLEL, "DistributedModelParallel")
-    name = "_dmp_wrapped_module." if is_wrapper else inner_name(model)  # of torch or of TorchRec
+    name = "_dmp_wrapped_module." if is_wrapper else inner_name(model)  # a wrapper of torch or of TorchRec
     if name:
         load_around(collections, getattr(model, name[:-1]), state)
         return

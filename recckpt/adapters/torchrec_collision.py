@@ -1,4 +1,4 @@
-"""Tables behind TorchRec's managed collision (MCH, ZCH) as live tables by raw id, read from its map's buffers."""
+"""Tables behind TorchRec's managed collision (MCH, ZCH) as live tables by raw id, read from the map's buffers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from recckpt.sparse.files.owners import EVERY_ID, LEAST, IdBlock, IdSpan, IdSpan
 from recckpt.sparse.split import unwrapped, wrappers_in
 from recckpt.types import Door, LiveTable, WatchedTable
 
-_EMPTY = torch.iinfo(torch.int64).max  # in place of a raw id
-_ROW = "zch_row"  # slots are part of the format
+_EMPTY = torch.iinfo(torch.int64).max  # marks a place without a raw id
+_ROW = "zch_row"  # slot names are part of the format
 _IDS, _ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
 _MODULE, _CLASS = "torchrec.modules.mc_modules", "MCHManagedCollisionModule"
 _UNSHARDED = "torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbeddingCollection"
 
 
 class SharedRows:
-    """A live table saved as two tables: rows with an id, and rows without one. Announces changes to both."""
+    """A live table saved as two tables: rows with an id, and rows without an id. Notifies of changes to both."""
 
     def __init__(self, live: LiveTable) -> None:
         self.live = live
@@ -53,15 +53,15 @@ class CollisionMap:
     """The id-to-row map of one managed-collision module, for the rows of this rank's shard. The last row has no id.
 
     ``first`` is the shard's first row in the whole table, ``fallback`` the row that all ids without a row share,
-    ``buffers`` are the module's buffers that a load rewrites, and ``id_bytes`` is the number of bytes that a save
-    copies per id. LiveTableError if the module is of another class.
+    ``buffers`` the module's buffers that a load rewrites, and ``id_bytes`` the number of bytes that a save copies per
+    id. LiveTableError if the module is of another class.
     """
 
     def __init__(self, module: Any) -> None:
         if (type(module).__module__, type(module).__name__) != (_MODULE, _CLASS):
             raise LiveTableError(
-                f"its ids are remapped by a {type(module).__name__}, whose map recckpt does not read: table and map "
-                f"are saved as dense tensors, whole each time; remap them by {_CLASS} to save them by raw id"
+                f"its ids are remapped by a {type(module).__name__}, whose map recckpt does not read, so table and map "
+                f"are saved as whole dense tensors each time; remap them by {_CLASS} to save them by raw id"
             )
         self._module = module
         self._meta = {
@@ -78,10 +78,10 @@ class CollisionMap:
     def looked_up(self) -> IdBlock:
         """The raw ids that TorchRec looks up on this rank.
 
-        ``fbgemm::block_bucketize_sparse_features`` sends each rank one block of the ids; ids beyond all blocks go to
-        the rank ``id % n_shards``.
+        ``fbgemm::block_bucketize_sparse_features`` sends each rank one block of the ids; an id beyond all blocks goes
+        to the rank ``id % n_shards``.
         """
-        segments = [row for row in self._buffer("_output_segments_tensor").tolist() if row >= 0]  # and the end
+        segments = [row for row in self._buffer("_output_segments_tensor").tolist() if row >= 0]  # including the end
         n_shards, size = len(segments) - 1, int(self._module._input_hash_size)
         return IdBlock(segments.index(self.first), n_shards, -(-size // n_shards))
 
@@ -109,7 +109,7 @@ class CollisionMap:
         return is_free.nonzero().flatten()
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return a row for each of the ascending ids: the row saved with each id if all are on this shard.
+        """Return a row for each of the ascending ids: the row saved with the id, if all those rows are on this shard.
 
         LiveTableError if there are more ids than rows and ``drops`` is False.
         """
@@ -120,7 +120,7 @@ class CollisionMap:
         if len(ids) > self.fallback and not drops:
             raise LiveTableError(
                 f"found {len(ids)} ids for the rows {self.first} to {self.first + self.fallback - 1}, expected at most "
-                f"{self.fallback}: make zch_size larger, or keep those that count most by 'zch': 'drop' in load_conf"
+                f"{self.fallback}: make zch_size larger, or keep the most counted ids by 'zch': 'drop' in load_conf"
             )
         places = torch.full_like(ids, -1)
         worth = next((meta[slot] for slot in ("zch_counts", "zch_last_access_iter") if slot in meta), ids)
@@ -129,11 +129,11 @@ class CollisionMap:
         return places
 
     def write(self, id_map: IdMap) -> None:
-        """Replace the map by ``id_map``; look-ups since the last eviction are forgotten, as in TorchRec's own load."""
+        """Replace the map by ``id_map``; forgets look-ups since the last eviction, as TorchRec's own load does."""
         module, n_ids, device = self._module, len(id_map.ids), self._buffer(_IDS).device
         is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
         is_free[id_map.rows] = False
-        rows = torch.cat([id_map.rows, is_free.nonzero().flatten()])  # the last one is nobody's
+        rows = torch.cat([id_map.rows, is_free.nonzero().flatten()])  # the last row has no id
         values = {_IDS: (id_map.ids, _EMPTY), _ROWS: (rows + self.first, 0)}
         values |= {name: (id_map.meta[slot], 0) for slot, name in self._meta.items()}
         with torch.no_grad():
@@ -143,8 +143,8 @@ class CollisionMap:
                 buffer[len(tensor) :] = rest
             accesses = id_map.meta.get("zch_last_access_iter")
             newest = 0 if accesses is None or not n_ids else accesses.max()
-            module._current_iter_tensor.clamp_(min=int(newest))  # an id of another run was not looked up later than now
-        module._current_iter = -1  # it is read from the tensor then
+            module._current_iter_tensor.clamp_(min=int(newest))  # no id of another run was looked up later than now
+        module._current_iter = -1  # makes the module read it from the tensor
         module._current_history_buffer_offset, module._evicted = 0, False
 
     def _buffer(self, name: str) -> Tensor:
@@ -164,7 +164,7 @@ class _OfSharedRows:
 
 
 class RawIdTable(_OfSharedRows):
-    """The rows with an id, by raw id. ``owned_ids`` are the raw ids whose rows belong to this rank."""
+    """The rows with an id, by raw id. ``owned_ids`` are the raw ids whose rows are on this rank."""
 
     def __init__(self, name: str, rows: SharedRows, ids: CollisionMap, n_ids: int, owned_ids: OwnedIds) -> None:
         super().__init__(name, rows, ids)
@@ -189,10 +189,10 @@ class RawIdTable(_OfSharedRows):
 
 
 class UnassignedTable(_OfSharedRows):
-    """The rows without an id, saved because a newly admitted id starts from the value of one of these rows.
+    """The rows without an id, saved because a newly admitted id starts from the value of one of them.
 
     The id of a row is its index; the fallback row ``r`` of a shard has the id ``~r``. The optimizer's scalars and
-    settings belong to the table of raw ids, whose ``prepare`` also covers this table.
+    settings are saved with the table of raw ids, whose ``prepare`` also covers this table.
     """
 
     n_ids: int | None = None
@@ -219,7 +219,7 @@ class UnassignedTable(_OfSharedRows):
         return IdSpans((IdSpan(LEAST, -1), own)) if first else own
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return each id's row, -1 for none: its former row; in a table of another size, only a fallback row."""
+        """Return each id's former row, -1 for none; in a table of another size, only fallback rows are kept."""
         places, shared = torch.full_like(ids, -1), ~ids[ids < 0]
         if not len(shared):
             return places
@@ -242,7 +242,7 @@ class UnassignedTable(_OfSharedRows):
 @dataclass(frozen=True)
 class Collision:
     module: Any  # the module
-    path: str  # in the model
+    path: str  # path in the model
 
 
 def collisions_of(model: nn.Module) -> dict[int, Collision]:
@@ -257,7 +257,7 @@ def collisions_of(model: nn.Module) -> dict[int, Collision]:
 
 
 def collisions_in(path: str, wrapper: Any, wrappers: list[tuple[str, str]]) -> dict[str, Collision]:
-    """Return the managed-collision modules of a collection, sharded or not, by table."""
+    """Return table -> managed-collision module, for a collection that may be sharded."""
     collection = "_managed_collision_collection", "_managed_collision_modules"
     modules = wrapper._managed_collision_collection._managed_collision_modules
     paths = {name: ".".join(part for part in (path, *collection, name) if part) for name in modules}
@@ -265,20 +265,20 @@ def collisions_in(path: str, wrapper: Any, wrappers: list[tuple[str, str]]) -> d
 
 
 def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
-    """Return a table by raw ids for a table of numbered rows, with the rows without an id as a companion table.
+    """Return a table by raw ids for a table of numbered rows; the rows without an id become a companion table.
 
     LiveTableError says why the table cannot be saved by raw ids.
     """
     ids = CollisionMap(collision.module)
     if rank_and_size()[1] > 1:
         raise LiveTableError(
-            "managed collision remaps its ids on each rank separately, so that copies differ: shard it row_wise"
+            "managed collision remaps its ids on each rank separately, so copies differ: shard it row_wise"
         )
     return _by_raw_ids(table, ids, collision.path, table.live.n_rows - 1, EVERY_ID)
 
 
 def sharded_table(table: FoundTable, collision: Collision) -> FoundTable:
-    """Return a shard's rows as a table of the raw ids looked up there; see :func:`unsharded_table`."""
+    """Return a shard's rows as a table of the raw ids that are looked up there; see :func:`unsharded_table`."""
     ids = CollisionMap(collision.module)
     owned = ids.looked_up
     return _by_raw_ids(table, ids, collision.path, table.live.n_rows - owned.size, owned)
@@ -305,7 +305,7 @@ def _by_raw_ids(table: FoundTable, ids: CollisionMap, path: str, n_ids: int, own
         kind=f"{table.kind} by raw ids",
         keys=(*table.keys, *(f"{path}.{name}" for name in ids.buffers)),
         is_tensor=False,
-        tensors=(),  # whose rows go by numbers, and not by raw ids
+        tensors=(),  # the tensors have rows by number, not by raw id
         why="; ".join(filter(None, (table.why, cost))),
         companions=(unassigned,),
     )

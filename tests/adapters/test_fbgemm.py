@@ -271,7 +271,7 @@ def test_a_kernel_that_cannot_be_saved_by_rows_stays_dense_and_says_why(options,
 
 
 NOT_SAVED = (
-    "a BatchedDynamicEmbeddingTablesV2 keeps its rows in hash tables, which no state dict has: dump it by "
+    "a BatchedDynamicEmbeddingTablesV2 keeps its rows in hash tables, which state dicts omit: dump it by "
     "DynamicEmbDump beside each checkpoint, which recckpt import --from dynamicemb reads, or return a table of "
     "your own (recckpt.types.SavableTable) from the state dict"
 )

@@ -55,7 +55,7 @@ def columns_of_which_a_rank_has_several_ranges_stay_dense(root):
     for seed in (0, 1):
         model, optimizer, tables = models.sharded(seed, 2, "rows", "adagrad", **how)
         assert sorted(tables) == ["clicks", "shops", "users"]
-        assert "shards of it lie on one rank, expected one: plan it with one on each" in str(tables)
+        assert "of its shards are on one rank, expected one: plan one shard per rank" in str(tables)
         saver = Saver(model, output_dir=str(root / "columns"), tables=tables)
         saver.register_for_checkpointing("optimizer", optimizer)
         if seed == 0:

@@ -232,7 +232,7 @@ def of_another_class():
 def test_other_maps_stay_dense_and_say_which_would_not(make, name):
     model = make()
     text = str(live_tables(model, RULES["sgd"](model), min_rows=1))
-    assert f"users: its ids are remapped by a {name}, whose map recckpt does not read: table and map are saved" in text
+    assert f"users: its ids are remapped by a {name}, whose map recckpt does not read, so table and map" in text
     assert "remap them by MCHManagedCollisionModule to save them by raw id" in text
     assert "no live tables" in text
 
