@@ -1,4 +1,4 @@
-"""Averages of table rows; torch averages dense parameters."""
+"""Exponential moving averages of table rows, which torch does not provide; torch averages dense parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]
 _BASE = "the last update"
-_PIECE = 1 << 16  # rows at a time
+_PIECE = 1 << 16  # rows to read at once
 _NO_IDS = np.empty(0, np.int64)
 
 
@@ -44,7 +44,7 @@ class Follower:
         table.followers.append(weakref.ref(self))
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> None:
-        """Return None: a copied average has no follower, so its first update reads all rows."""
+        """Return None, so that a copied average has no follower and reads all rows at its first update."""
 
     def note_inserted(self, ids: Int64s) -> None:
         """Record ids that ``insert`` adds to the table."""
@@ -91,7 +91,7 @@ class Follower:
     def _first(self, table: RowTable, new_ids: Int64s, inserted: Int64s | None) -> Tensor:
         """Return the values at which averages of new ids begin.
 
-        With FromRow, use the current values, because the row that they were copied from may have changed since.
+        With FromRow, returns the current values, because the row that they were copied from may have changed since.
         """
         if isinstance(table.initializer, FromRow):
             inserted = None
@@ -136,7 +136,7 @@ class AverageTable(HashTable):
         self._follower.update(table, self.store, kept)
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
-        """Copy all averages of ``other``; if it is not an average, hold its rows until the next update."""
+        """Copy all averages of ``other``; if it is not an average, keep its rows as averages until the next update."""
         with other.store.lock if isinstance(other, RowTable) else nullcontext():  # a consistent state of all rows
             ids, embeddings = flat_ids(other.ids()), other.embeddings()
             rows = other.store.to(self.device) if isinstance(other, AverageTable) else None
@@ -179,10 +179,10 @@ class RowAverage:
         self.decay = _checked(decay)
         tables = list(_trained_tables(model))
         if not tables:
-            raise ValueError(f"found no table in {type(model).__name__}: RowAverage averages the rows of tables alone")
+            raise ValueError(f"found no table in {type(model).__name__}: RowAverage averages only rows of tables")
         for table in tables:
             if f"{table.name}.{name}" in {other.name for other in table._own_tables()}:
-                raise ValueError(f"table {table.name!r} has an average {name!r} already: give this one another name")
+                raise ValueError(f"table {table.name!r} has an average {name!r} already: choose another name")
         self._model, self._is_swapped = model, False
         self._averages = {table.name: AverageTable(table, f"{table.name}.{name}") for table in tables}
         for table in tables:
@@ -253,8 +253,8 @@ class RowAverage:
         tables = {table.name: table for table in _trained_tables(self._model)}
         if tables.keys() != self._averages.keys():
             raise ValueError(
-                f"found tables {sorted(tables)} in the model, expected {sorted(self._averages)}, of which there are "
-                "averages: make RowAverage once the model is whole"
+                f"found tables {sorted(tables)} in the model, expected {sorted(self._averages)}, which have averages: "
+                "make RowAverage after all tables"
             )
         for name, table in tables.items():
             if self._averages[name].embedding_shape != table.embedding_shape:

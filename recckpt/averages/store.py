@@ -30,12 +30,12 @@ from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
-UNKNOWN = -(1 << 63)  # in place of a time: the stored average is the present one, and the model's value is not known
-_TICKS = 1 << 40  # ticks of the clock in which the share of an average falls by a factor of e
+UNKNOWN = -(1 << 63)  # replaces a time if the stored average is the present one, and the model's value is unknown
+_TICKS = 1 << 40  # ticks in which the weight of an old average falls by a factor of e
 _NOTHING = 750  # exp(-750) is 0.0
 _COMPILED = {torch.float32, torch.float64}
-_CLOCK_END = 1 << 61  # far from where int64 ends
-_PIECE = 1 << 16  # rows at a time
+_CLOCK_END = 1 << 61  # far below the largest int64
+_PIECE = 1 << 16  # rows to process at once
 Bytes = npt.NDArray[np.uint8]
 # Part of the format: the stored average, the model's value, and the time at which both were written.
 FROM, OF, SINCE = "average_from", "average_of", "average_since"
@@ -81,7 +81,7 @@ def _mix(averages: Any, values: Any, shares: Any, out: Any) -> None:
 
 
 class AverageStore(RowStore):
-    """The store of an average table: ``embedding`` is the average at the time ``SINCE``, ``OF`` the model's row since.
+    """The store of an average table: ``embedding`` is the average at time ``SINCE``, ``OF`` the model's row since then.
 
     Rows that are written from outside, such as by a load, have times relative to the present clock, or no time. The
     average of a row without a time does not change until the next update.
@@ -98,7 +98,7 @@ class AverageStore(RowStore):
 
     @classmethod
     def of(cls, store: RowStore) -> AverageStore:
-        """Return an empty store for averages of rows like those of ``store``, an empty store."""
+        """Return an empty store for averages of the rows of ``store``, which is empty, too."""
         columns, initial = {EMBEDDING: store.columns[EMBEDDING]}, {EMBEDDING: store.rows.initial[EMBEDDING]}
         rows, spec = Rows(store.device, columns, initial), columns[EMBEDDING].spec
         rows.add_column(SlotSpec(OF, spec.dtype, spec.shape), 0)
@@ -130,7 +130,7 @@ class AverageStore(RowStore):
             return super().erase(ids)
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return a snapshot of the averages at this moment; an average is computed when it is read."""
+        """Return a snapshot of the present averages; each average is computed when it is read."""
         with self.lock:
             return AverageSnapshot(super().snapshot(name), slots, self.clock)
 
@@ -198,7 +198,7 @@ class AverageStore(RowStore):
             self.clock += ticks(kept)
             self.is_given = False
             if ticks(kept):
-                self._observers.replaced()  # every average has changed, so a delta holds all rows
+                self._observers.replaced()  # every average has changed, so a delta contains all rows
 
     def _averages(self, columns: Mapping[str, Column], rows: Int64s, dtype: torch.dtype) -> Tensor:
         with self.lock:  # a row and its time are read together
@@ -211,7 +211,7 @@ class AverageStore(RowStore):
         super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
 
     def _dated(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return values from outside with absolute times: their times are relative to the present clock."""
+        """Return values from outside with absolute times; their own times are relative to the present clock."""
         self.is_given = True
         if EMBEDDING not in values:
             return values
@@ -227,9 +227,9 @@ def _some(values: Tensor, rows: Int64s) -> Tensor:
 
 
 class AverageSnapshot(SnapshotOver):
-    """A snapshot whose ``embedding`` is the average at its moment, and whose ``FROM`` is the average in the store.
+    """A snapshot: ``embedding`` is the average at the snapshot's time, and ``FROM`` the average in the store.
 
-    Times are relative to the clock at its moment, so they are 0 or less.
+    Times are relative to the clock at that time, so they are 0 or less.
     """
 
     def __init__(self, rows: Snapshot, slots: Collection[str] | None, clock: int) -> None:

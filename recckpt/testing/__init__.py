@@ -1,4 +1,4 @@
-"""Contracts of tables, as pytest suites: to test a table of your own, subclass one of them in a test file.
+"""Contracts of tables, as pytest suites: to test your own table, subclass one of them in a test file.
 
 No other part of recckpt needs pytest.
 """

@@ -24,29 +24,29 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, check_table_name
 
 
 class NotingDoor:
-    """A door that records the values of each row when the table first announces the row."""
+    """A door that records the values of each row when the table first notifies it of a change to the row."""
 
     def __init__(self, table: LiveTable) -> None:
         self._table = table
-        self.noted: Rows = {}  # by index in the box
+        self.noted: Rows = {}  # key: index in the box
         self.is_replaced = False
 
     def announce(self, rows: Tensor) -> None:
-        """Record the rows, given by index or mask, unless they were announced before."""
+        """Record rows, given by index or mask, unless they were recorded before."""
         numbers = (rows.nonzero() if rows.dtype == torch.bool else rows).detach().cpu().flatten()
         n_rows = len(self._table.tensors()[EMBEDDING])
         assert not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < n_rows, (
-            f"rows {numbers.tolist()} are announced, expected indices in the box, 0 to {n_rows - 1}"
+            f"rows {numbers.tolist()} are in the notification, expected indices in the box, 0 to {n_rows - 1}"
         )
         now = rows_by_id(range(n_rows), self._table.tensors())
         self.noted = {**{row: now[row] for row in numbers.tolist()}, **self.noted}
 
     def announce_all(self) -> None:
-        """Record all rows that were not announced before."""
+        """Record all rows that were not recorded before."""
         self.announce(torch.arange(len(self._table.tensors()[EMBEDDING])))
 
     def replaced(self) -> None:
-        """Record that the table says all its rows were replaced."""
+        """Record that the table reports the replacement of all its rows."""
         self.is_replaced = True
 
     def failed(self, error: Exception) -> None:
@@ -59,8 +59,8 @@ class LiveTableContract:
 
     Attributes:
         options: options of ``live_tables``, such as ``{"marks": "fingerprints"}``.
-        says_which: whether training changes and announces exactly the rows given to :meth:`train`; False if it may also
-            change or announce other rows.
+        says_which: whether training changes exactly the rows passed to :meth:`train`, and notifies of exactly these;
+            False if it may change, or notify of, other rows too.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
@@ -71,18 +71,18 @@ class LiveTableContract:
         raise NotImplementedError("return a new table of your class")
 
     def train(self, table: LiveTable, rows: Tensor) -> None:
-        """Change rows, given by int64 index in the box, as training does; no others if ``says_which`` is True."""
+        """Change rows, given by int64 index in the box, as training does; no other rows if ``says_which`` is True."""
         raise NotImplementedError("change these rows of the table")
 
     def attached(self, table: LiveTable, output_dir: Path) -> tuple[LiveTables, Saver]:
-        """Return the :class:`LiveTables` of a table, and a saver of them that makes deltas."""
+        """Return the :class:`LiveTables` of a table, and a saver that makes deltas of them."""
         model = nn.Module()
         tables = live_tables(model, adapters=[table], **self.options)
         options: dict[str, Any] = {"max_keep": None, "deltas": Deltas(max_dirty=1, max_chain_bytes=100)}
         return tables, Saver(model, output_dir=str(output_dir), tables=tables, **options)
 
     def test_it_says_what_it_is(self) -> None:
-        """A checkpoint can hold the table's name, rows, slots, scalars and settings."""
+        """A checkpoint can store the table's name, rows, slots, scalars and settings."""
         table, other = self.make(), self.make()
         assert isinstance(table, LiveTable), "the table lacks a method of recckpt.types.LiveTable"
         assert check_table_name(table.name) == other.name, "make() gives each table the same name"
@@ -105,7 +105,7 @@ class LiveTableContract:
         """Training changes the tensors in place; a second call returns tensors at the same addresses."""
         table = self.make()
         remove = table.attach(NotingDoor(table))
-        self.train(table, torch.arange(20))  # some optimizers make their states at the first step
+        self.train(table, torch.arange(20))  # some optimizers create their states at the first step
         table.prepare()
         tensors = table.tensors()
         before = bytes_of(tensors[EMBEDDING])
@@ -120,7 +120,7 @@ class LiveTableContract:
         remove()
 
     def test_a_row_is_announced_before_it_changes(self) -> None:
-        """A change without an announcement is missing from deltas; after a late one, a save may hold half a change."""
+        """A change without a notification is missing from deltas; after a late one, a save may have half a change."""
         table = self.make()
         self.train(table, torch.arange(20))
         door = NotingDoor(table)
@@ -130,15 +130,15 @@ class LiveTableContract:
             before = live_rows(table)
             self.train(table, torch.tensor(rows))
             changed = {row for row, now in live_rows(table).items() if now != before[row]}
-            assert changed == {*rows} or not self.says_which, "train() changes exactly the rows that it is given"
-            assert not changed - door.noted.keys(), f"rows {changed - door.noted.keys()} changed without announcement"
+            assert changed == {*rows} or not self.says_which, "train() changes exactly the rows passed to it"
+            assert not changed - door.noted.keys(), f"rows {changed - door.noted.keys()} changed without a notification"
             late = [row for row in changed if door.noted[row] != before[row]]
-            assert not late, f"rows {late} were announced only after they had changed"
+            assert not late, f"the notification for rows {late} came after they had changed"
             assert not door.is_replaced, "training must not call replaced(), which is for loads and ends a running save"
         remove()
 
     def test_what_ends_the_announcements_ends_them(self) -> None:
-        """The function that ``attach`` returned ends the announcements; training goes on without them."""
+        """The function that ``attach`` returned ends the notifications; training continues without them."""
         table = self.make()
         door = NotingDoor(table)
         table.attach(door)()
@@ -181,7 +181,7 @@ class LiveTableContract:
         assert self.saved(tables, tmp_path, "d") == live_rows(table)
 
     def test_a_delta_has_the_rows_that_changed(self, tmp_path: Path) -> None:
-        """A delta writes the changed rows alone; each checkpoint of the chain still gives all rows at its moment."""
+        """A delta writes only changed rows; each checkpoint of the chain still has all rows at the time of its save."""
         table = self.make()
         tables, saver = self.attached(table, tmp_path)
         self.train(table, torch.arange(20))
@@ -194,7 +194,7 @@ class LiveTableContract:
                 assert n_written == len({*rows}), f"a delta has {n_written} rows, expected the {len({*rows})} changed"
 
     def test_a_change_is_in_one_delta_and_not_in_the_next(self, tmp_path: Path) -> None:
-        """Saving the table announces nothing; rows that a failed save has not written are in the next delta."""
+        """Saving the table sends no notifications; rows that a failed save did not write are in the next delta."""
         table = self.make()
         tables, saver = self.attached(table, tmp_path)
         self.train(table, torch.arange(20))
@@ -226,7 +226,7 @@ class LiveTableContract:
         assert self.saved(tables, tmp_path, "last") == live_rows(table)
 
     def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(self, tmp_path: Path) -> None:
-        """A load refuses other shapes, and ids that have no row in the table, before it changes a row."""
+        """A load refuses other shapes, and ids without a row in the table, before it changes any row."""
         table = self.make()
         _, saver = self.attached(table, tmp_path / "own")
         self.train(table, torch.arange(20))
@@ -258,6 +258,6 @@ def live_rows(table: LiveTable) -> Rows:
 
 
 def upserts(record: Manifest) -> int:
-    """Return how many rows a save of a single table has written."""
+    """Return how many rows the save of a single table wrote."""
     [entry] = record.tables
     return entry.rows if entry.delta is None else entry.delta.upserts

@@ -1,4 +1,4 @@
-"""What the contracts share: rows of tables and checkpoints as bytes, to compare them, and a way to delay a writer."""
+"""Helpers of the contracts: rows of tables and checkpoints as bytes, to compare them; and a way to delay a writer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = dict[int, dict[str, bytes]]  # id -> slot -> the bytes of its value
 
 
 class ModelOf(nn.Module):
-    """A model whose state dict has these tables, and nothing else."""
+    """A model whose state dict has only these tables."""
 
     def __init__(self, *tables: SavableTable) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ def saved_rows(output_dir: Path, ckpt_id: str, table: str, slots: Sequence[str])
         assert kinds.keys() == {*slots}, f"expected the slots {sorted(slots)}, found {sorted(kinds)} in the checkpoint"
         for slot in slots:
             values, is_there = chain.find(table, np.asarray(ids, np.int64), kinds[slot], 0)
-            assert is_there.all(), f"{table}@{slot}: a reader finds no row of the ids {np.asarray(ids)[~is_there]}"
-            own = torch.from_numpy(values).to(getattr(torch, kinds[slot].dtype))  # readers give bfloat16 as float32
+            assert is_there.all(), f"{table}@{slot}: a reader finds no row for the ids {np.asarray(ids)[~is_there]}"
+            own = torch.from_numpy(values).to(getattr(torch, kinds[slot].dtype))  # readers return bfloat16 as float32
             for id_, value in zip(ids, bytes_of(own), strict=True):
                 rows[id_][slot] = value
     assert len(rows) == len(ids), f"table {table!r}: an id is in the checkpoint twice"
@@ -84,7 +84,7 @@ def some_values(like: Tensor, n_rows: int, seed: int) -> Tensor:
 
 @contextmanager
 def writer_held() -> Iterator[Callable[[], None]]:
-    """Delay saves before they write rows, until the function that ``with`` gives is called or the block ends."""
+    """Delay saves before they write rows, until the yielded function is called or the block ends."""
     opened, write = threading.Event(), SparseSaver.save
 
     def waiting(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ class SavableTableContract:
         raise NotImplementedError("return a new empty table of your class")
 
     def make_part(self, part: Slice) -> SavableTable:
-        """Return an empty table for one rank of several; its ``slice`` is ``part``, the ids of this rank. Optional."""
+        """Return an empty table for one rank of several, whose ``slice`` is ``part``: that rank's ids. Optional."""
         pytest.skip("make_part() is not overridden, so the table is tested on one rank only")
 
     def erase(self, table: SavableTable, ids: Tensor) -> None:
@@ -67,7 +67,7 @@ class SavableTableContract:
         return Saver(ModelOf(*tables), output_dir=str(output_dir), max_keep=None, **options)
 
     def test_an_empty_table_says_its_name_and_slots(self) -> None:
-        """An empty table has names, shapes and dtypes, because a load compares these with the checkpoint."""
+        """An empty table has names, shapes and dtypes, because a load compares them with the checkpoint."""
         table, other = self.make(), self.make()
         assert is_hashtable(table), "the table lacks a method of recckpt.types.SavableTable"
         assert check_table_name(table.name) == other.name, "make() gives each table the same name"
@@ -98,7 +98,7 @@ class SavableTableContract:
         assert rows_of(table) == {**before, **after}
 
     def test_rows_may_come_without_slots(self) -> None:
-        """If rows are inserted without slots, the table chooses the values of their slots."""
+        """If rows are inserted without slots, the table chooses the values of the slots."""
         table = self.make()
         values = some_values(table.embeddings(), 2, seed=3)
         table.insert(torch.tensor(self.ids[:2]), values)
@@ -127,7 +127,7 @@ class SavableTableContract:
         assert rows_of(twin) == rows
 
     def test_a_load_replaces_what_was_there(self, tmp_path: Path) -> None:
-        """A load drops rows that the checkpoint lacks, and sets the others to the values of the checkpoint."""
+        """A load drops rows that the checkpoint lacks, and sets the others to their values in the checkpoint."""
         table = self.filled(8)
         rows, saver = rows_of(table), self.saver(tmp_path, table)
         saver.save("a")
@@ -145,7 +145,7 @@ class SavableTableContract:
         assert rows_of(table) == expected
 
     def test_an_empty_table_is_saved_and_empties_another(self, tmp_path: Path) -> None:
-        """A checkpoint without rows can be saved; a load of it empties the table."""
+        """A checkpoint without rows can be saved; loading it empties the table."""
         self.saver(tmp_path, self.make()).save("a")
         table = self.filled()
         self.saver(tmp_path, table).load()
@@ -163,7 +163,7 @@ class SavableTableContract:
         assert saved_rows(tmp_path, "a", table.name, [EMBEDDING, *table.slots]) == rows
 
     def test_each_checkpoint_of_a_chain_has_the_rows_of_its_moment(self, tmp_path: Path) -> None:
-        """With ``deltas=True``, each checkpoint gives the rows at its moment, new and changed rows included."""
+        """With ``deltas=True``, each checkpoint has the rows at the time of its save, with new and changed rows."""
         table = self.filled(5)
         saver, moments = self.saver(tmp_path, table, deltas=True), dict[str, Rows]()
         for number, ckpt_id in enumerate("abcd"):
