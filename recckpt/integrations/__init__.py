@@ -1,1 +1,1 @@
-"""Callbacks and logs for other trainers and trackers; each is imported by its own name, nothing is imported here."""
+"""Callbacks and logs for trainers and trackers; import each module by its own name: this package imports nothing."""

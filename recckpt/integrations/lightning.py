@@ -1,4 +1,4 @@
-"""Lightning: a callback that saves a module with its tables, and resumes its loops where they were."""
+"""Lightning: a callback that saves a module with its tables, and resumes the loops at their saved positions."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ from recckpt.types import is_hashtable
 __all__ = ["LightningCallback"]
 
 log = logging.getLogger("recckpt")
-EMERGENCY = "emergency"  # in the state of a manifest
-_LONGEST = 500  # characters of an error that it keeps
+EMERGENCY = "emergency"  # key in the state of a manifest
+_LONGEST = 500  # most characters of an error to keep in the state
 
 
 class LightningCallback(SavesRun, Callback):
-    """Saves a ``LightningModule`` and all that its fit needs to go on; ``fit`` resumes from the newest checkpoint.
+    """Saves a ``LightningModule`` and all state that its fit needs; ``fit`` resumes from the newest checkpoint.
 
-    Saved is what Lightning's own checkpoints bring back: the module, the optimizers and schedulers, the callbacks, the
-    data module, what ``on_save_checkpoint`` adds, and the loops, with the positions of loaders that have a
-    ``state_dict``. Batches count as steps once an optimizer has stepped, so that no save falls into an accumulation of
-    gradients. If a validation belongs to that step, the save waits for it, so that the checkpoint has its metrics, for
-    policies such as ``Best(3, "val_auc")``. The last step of a fit that ends well is saved; ``fast_dev_run`` restores
-    and saves nothing.
+    Saves all that Lightning's own checkpoints restore: the module, optimizers and schedulers, the callbacks, the data
+    module, what ``on_save_checkpoint`` adds, and the loops, with the positions of loaders that have a ``state_dict``.
+    A batch counts as a step once an optimizer has stepped, so that no save happens while gradients accumulate. If a
+    validation follows the step, the save waits for it, so that the checkpoint has its metrics, for policies such as
+    ``Best(3, "val_auc")``. The last step of a fit that ends normally is saved; ``fast_dev_run`` neither restores nor
+    saves.
 
-    With automatic optimization ``sparse_optimizer`` steps whenever the optimizer of the module does, and both are
-    clipped and scaled as one; with manual optimization the module does that. The files of a ``ModelCheckpoint`` beside
-    it hold no tables.
+    With automatic optimization, ``sparse_optimizer`` steps whenever the module's optimizer does, and the gradients of
+    both are clipped and scaled together; with manual optimization the module must do that. The files of a
+    ``ModelCheckpoint`` of the same trainer have no tables.
 
     Arguments are those of :class:`recckpt.integrations.run_options.SavesRun`.
 
     Attributes:
-        checkpoints: the manager, from the beginning of training on.
+        checkpoints: the manager; available once training begins.
     """
 
     _sparse_optimizer: SparseOptimizer | None = None
-    _rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
+    _rng: Mapping[str, Any] = NONE  # restored state, until the first batch is available
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move this callback to the front, so that all other callbacks are restored before ``fit`` begins for them."""
+        """Move this callback to the front, so that it restores before ``fit`` begins for the other callbacks."""
         trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is not self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest checkpoint of the output dir, if there is one."""
         if trainer.ckpt_path is not None:
             raise ValueError(
-                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and LightningCallback would both restore: leave ckpt_path "
-                "out, or the callback"
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and LightningCallback would both restore: omit ckpt_path, "
+                "or the callback"
             )
         self._sparse_optimizer = optim = self._optimizer_of(pl_module)
         if optim is not None:
@@ -82,34 +82,34 @@ class LightningCallback(SavesRun, Callback):
         if state.is_between_epochs and manager.epochs < trainer.current_epoch:  # its last step was saved, not its end
             manager.epoch()
         _leave(trainer)
-        # Lightning tells samplers the epoch after a resume has made the iterator.
+        # After a resume, Lightning makes the iterator before it passes the epoch to samplers.
         vars(trainer.fit_loop)["_load_combined_loader_states"] = partial(_load_positions, trainer.fit_loop)
         trainer.callbacks = [*trainer.callbacks, SavesLast(trainer, manager)]  # a new list: Lightning walks the old one
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Restore the random generators after starting loaders have drawn from them; join the optimizers."""
+        """Restore the random generators, which starting loaders have advanced; join the optimizers."""
         if self._rng:
             load_rng(self._rng)
             self._rng = NONE
         if self._sparse_optimizer is not None and pl_module.automatic_optimization:
-            # At each batch: setting trainer.optimizers, as a learning rate finder does, undoes it.
+            # At each batch, because setting trainer.optimizers, as a learning rate finder does, undoes it.
             stepped = trainer.strategy._lightning_optimizers[0]
             if self._sparse_optimizer not in parts_of(stepped.optimizer):
                 stepped._optimizer = _StepOfBoth(stepped.optimizer, self._sparse_optimizer)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Clear the gradients of tables when Lightning clears the other gradients, also after a skipped step."""
+        """Clear the gradients of tables when Lightning clears the others, also after a skipped step."""
         if self._sparse_optimizer is not None:
             self._sparse_optimizer.zero_grad()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Leave tables out of the files of ``ModelCheckpoint``: they cannot be pickled."""
-        for weights in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):  # one of averages
+        """Remove tables from the files of ``ModelCheckpoint``, because tables cannot be pickled."""
+        for weights in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):  # the second: averages
             for name in [name for name, value in weights.items() if is_hashtable(value)]:
                 del weights[name]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the running save."""
         _leave(trainer)
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
@@ -119,18 +119,18 @@ class LightningCallback(SavesRun, Callback):
         last = next((callback for callback in trainer.callbacks if isinstance(callback, SavesLast)), None)
         _leave(trainer)
         problem = last.save_for(trainer, exception) if last is not None and self._saves_on_exception else None
-        if hasattr(self, "checkpoints"):  # as the end of ``with``: this rank may be alone, so that none begins a save
+        if hasattr(self, "checkpoints"):  # like the end of ``with``, but begins no save, because this rank may be alone
             self.checkpoints.__exit__(type(exception), exception, exception.__traceback__)
         if problem is not None:
             try:
                 newest = f"step {self.checkpoints.latest_step() or 0}"
             except Exception as failure:
-                newest = f"what is there: {type(failure).__name__}: {failure}"
+                newest = f"an unknown step: {type(failure).__name__}: {failure}"
             log.error("%s; a restart resumes from %s", problem, newest)
 
 
 def _leave(trainer: Trainer) -> None:
-    """Remove from the trainer the callbacks and the loop method that this module added.
+    """Remove from the trainer the callback and the loop method that this module added.
 
     Lightning would treat a remaining ``SavesLast`` callback as a ``ModelCheckpoint``.
     """
@@ -151,13 +151,13 @@ class _StepOfBoth(JointOptimizer):
 
 
 def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -> None:
-    """Refuse, or warn of, setups whose tables step at another time, or by gradients of another scale, than the rest."""
+    """Refuse or warn of setups that step tables at another time, or with other gradient scaling, than the rest."""
     name, scaler = type(module).__name__, getattr(trainer.precision_plugin, "scaler", None)
     if not module.automatic_optimization:
         if scaler is not None and not any(isinstance(optimizer, JointOptimizer) for optimizer in trainer.optimizers):
             log.warning(
                 "%s: manual_backward scales the loss, and only the optimizers of configure_optimizers are unscaled, "
-                "each by itself: return recckpt.sparse.JointOptimizer(dense, sparse) there, and step that",
+                "each on its own: return recckpt.sparse.JointOptimizer(dense, sparse) there, and step that",
                 name,
             )
         return
@@ -169,19 +169,19 @@ def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -
         )
     if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
         log.warning(
-            "%s.configure_gradient_clipping: the tables are in optimizer.param_groups, as self.clip_gradients(optimizer"
-            ", ...) clips them, and not in self.parameters()",
+            "%s.configure_gradient_clipping: tables are in optimizer.param_groups, which self.clip_gradients(optimizer"
+            ", ...) clips, but not in self.parameters()",
             name,
         )
 
 
-# Parts of a checkpoint of Lightning that a saver has by itself, or that a resume does not read.
+# Parts of a Lightning checkpoint that a saver saves separately, or that a resume does not read.
 _SAVED_ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")
 _HYPER_PARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
 class TrainerState:
-    """The state in a Lightning checkpoint beside weights, optimizers and schedulers; registered with the manager.
+    """The state in a Lightning checkpoint besides weights, optimizers and schedulers; registered with the manager.
 
     Lightning's own code collects and restores this state: the loops, the data module, the precision, the callbacks, and
     what the module and callbacks add in ``on_save_checkpoint``.
@@ -189,7 +189,7 @@ class TrainerState:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.is_between_epochs = False  # where the loops were that were loaded
+        self.is_between_epochs = False  # whether the loaded loops were between epochs
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's state; collective if a callback's or the strategy's state is collective in Lightning."""
@@ -200,13 +200,13 @@ class TrainerState:
         if "combined_loader" in fit["state_dict"]:
             fit["state_dict"]["combined_loader"] = [one.state_dict() for one in _positions(self._trainer.fit_loop)]
         if _is_epoch_over(self._trainer):
-            # A resume goes on with the next epoch, and would give that loaders which are at their end. What Lightning
-            # counts at the end of an epoch is yet to be counted.
+            # A resume continues with the next epoch, but would pass it to loaders that are at their end. What Lightning
+            # counts at the end of an epoch is not counted yet.
             fit["state_dict"].pop("combined_loader", None)
             for count in fit["epoch_progress"].values():
                 count["processed"] = count["completed"] = count["started"]
             batches = fit["epoch_loop.batch_progress"]
-            # Saved by hand, in the hooks of the last batch:
+            # A save by hand in a hook of the last batch, which Lightning has not counted as completed:
             if batches["total"]["completed"] < batches["total"]["processed"]:
                 batches["total"]["completed"] += 1
                 fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
@@ -233,18 +233,18 @@ class TrainerState:
         connector.restore_precision_plugin_state()
         connector.restore_loops()
         self.is_between_epochs = _is_epoch_over(trainer)
-        if self.is_between_epochs:  # the next one begins as in an unbroken run
+        if self.is_between_epochs:  # the next epoch begins as in an uninterrupted run
             fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
             epoch.restarting = fit._restarting = False
 
 
 def _load_positions(loop: Any) -> None:
-    """Restore the positions of a loop's loaders, before the loop makes iterators; replaces a method of the loop."""
+    """Restore the positions of a loop's loaders before it makes iterators; replaces a method of the loop."""
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
     positions, states = _positions(loop), loop._combined_loader_states_to_load
     type(loop)._load_combined_loader_states(loop)
-    if not loop._combined_loader_states_to_load:  # they have been taken
+    if not loop._combined_loader_states_to_load:  # already restored
         for position, state in zip(positions, states, strict=False):
             position.load_state_dict(state)
 
@@ -254,7 +254,7 @@ def _positions(loop: Any) -> list[Any]:
 
 
 class SavesLast(Checkpoint):
-    """Counts steps and epochs where ``ModelCheckpoint`` saves: after validation and after all callbacks of validation.
+    """Counts steps and epochs when ``ModelCheckpoint`` saves: after validation and after all callbacks of validation.
 
     Lightning calls ``Checkpoint`` callbacks at the end of an epoch after the module and ``EarlyStopping``; this
     callback must be the last of them.
@@ -263,11 +263,11 @@ class SavesLast(Checkpoint):
     def __init__(self, trainer: Trainer, manager: CheckpointManager) -> None:
         self._manager = manager
         self._stepped = trainer.global_step
-        self._is_step_open = False  # made, and not counted yet
+        self._is_step_open = False  # whether a step was made but not counted
         self._has_stepped = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count a step, unless a validation or the end of the epoch follows; then the step is counted after that."""
+        """Count a step; if a validation or the end of the epoch follows, the step is counted after that instead."""
         if trainer.global_step != self._stepped:
             self._stepped = trainer.global_step
             self._is_step_open = self._has_stepped = True
@@ -275,7 +275,7 @@ class SavesLast(Checkpoint):
                 self._count_step(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the step that was validated."""
+        """Count the step before the validation."""
         self._count_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -285,7 +285,7 @@ class SavesLast(Checkpoint):
             self._manager.epoch(metrics=numbers_in(trainer.callback_metrics))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step of a fit that has ended well."""
+        """Save the last step of a fit that has ended normally."""
         if self._has_stepped:
             self._manager.save(metrics=numbers_in(trainer.callback_metrics))
 
@@ -295,7 +295,7 @@ class SavesLast(Checkpoint):
         The save has no metrics, so that it is never the best checkpoint. Several ranks save nothing, because a rank
         that fails alone would wait for the others.
         """
-        is_ahead = self._is_step_open or trainer.global_step != self._stepped  # of what the manager has counted
+        is_ahead = self._is_step_open or trainer.global_step != self._stepped  # of the manager's count
         if not (is_ahead or self._has_stepped):
             return None
         manager, batches = self._manager, trainer.fit_loop.epoch_loop.batch_progress.current
@@ -306,7 +306,7 @@ class SavesLast(Checkpoint):
             return f"{missing}: {rank} cannot know whether the other ranks have failed too, and a save needs all ranks"
         try:
             manager.wait_until_finished()
-        except Exception as failure:  # of the save before, which is no reason not to save
+        except Exception as failure:  # an error of the previous save is no reason not to save
             log.error("%s", failure)
         mark = {"error": error, "within_step": batches.started > batches.processed}
         try:
@@ -352,8 +352,8 @@ def _is_validation_next(trainer: Trainer) -> bool:
 
 
 def _undo_end_of_epoch(trainer: Trainer, fit: dict[str, Any]) -> None:
-    """Set the loops back into the epoch that training has left, so that a longer run continues this epoch."""
+    """Set the loops back into the epoch that training has left, so that a longer run continues that epoch."""
     for count in fit["epoch_progress"].values():
         count["processed"] = count["completed"] = count["started"] - 1
-    if _is_validation_next(trainer):  # a resume passes over it, and counts the step for the loggers once more
+    if _is_validation_next(trainer):  # a resume skips the validation, and counts the step for the loggers again
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1

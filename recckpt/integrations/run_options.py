@@ -1,4 +1,4 @@
-"""The arguments of a callback, and the manager made from them once the trainer has made model and optimizers."""
+"""The arguments of a callback, and the manager made from them once the trainer has a model and optimizers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from recckpt.sparse.split import state_of
 from recckpt.text.foreign_words import answers_by
 from recckpt.types import flag
 
-_COUNTED = {"event_time", "windows", "epochs"}  # by a manager
+_COUNTED = {"event_time", "windows", "epochs"}  # counted by a manager
 NONE: Mapping[str, Any] = MappingProxyType({})
 _AS_SAVED: RestoreOptions = {}
-GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or what returns it, given the model
+GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or a function model -> optimizer
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class SavesRun:
     """The options of a trainer callback, and the checkpoint manager built from them.
 
     Args:
-        output_dir: where the checkpoints go.
+        output_dir: directory or URL for the checkpoints.
         save_interval: steps between checkpoints, or a policy.
         sparse_optimizer: the optimizer of the tables, or a function that takes the model and returns it; None for the
             optimizer that was already made for the model's tables.
@@ -56,7 +56,7 @@ class SavesRun:
         max_keep: as for :meth:`recckpt.CheckpointManager.attach`, with the same default; so are all other arguments.
 
     Attributes:
-        checkpoints: the manager, from the beginning of training on.
+        checkpoints: the manager; available once training begins.
 
     Raises:
         ValueError: ``save_on_exception`` is not a bool, or the trainer does not report exceptions to callbacks.

@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer``: a callback that saves a model with its tables, and the point to resume from."""
+"""Hugging Face's ``Trainer``: a callback that saves a model with its tables, and a directory to resume from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from recckpt.sparse.optim.joint import refuse_accumulation, share_overflow
 __all__ = ["TransformersCallback"]
 
 _TRAINER_STATE = "trainer_state"
-_OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # an attribute of its arguments while it does not clip
+_OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # attribute of its arguments, with its limit while it does not clip
 
 
 class TransformersCallback(SavesRun, TrainerCallback):
@@ -58,21 +58,21 @@ class TransformersCallback(SavesRun, TrainerCallback):
     Arguments are those of :class:`recckpt.integrations.run_options.SavesRun`.
 
     Attributes:
-        checkpoints: the manager, from the beginning of training on.
+        checkpoints: the manager; available once training begins.
     """
 
     _tables: _TablesBeside | None = None
-    _trainer: Trainer | None = None  # known from resume_point on
+    _trainer: Trainer | None = None  # set by resume_point()
     _resume_dir: tempfile.TemporaryDirectory[str] | None = None
-    _rng: Mapping[str, Any] = NONE  # of that point
+    _rng: Mapping[str, Any] = NONE  # random state at the resume point
     _steps: StepCounter
 
     def resume_point(self, trainer: Trainer) -> str | None:
-        """Return the argument for ``train(resume_from_checkpoint=...)``; None if there is nothing to resume.
+        """Return the argument for ``train(resume_from_checkpoint=...)``; None if there is no checkpoint to resume from.
 
-        Makes this callback the first of the trainer's, and saves the states of the others. The result is a small
-        temporary directory as the trainer reads it, with its state and random state; rows, tensors and optimizers are
-        restored when training begins.
+        Makes this callback the trainer's first, and saves the states of the others. The result is a small temporary
+        directory in the trainer's format, with its state and random state; rows, tensors and optimizers are restored
+        when training begins.
         """
         self._trainer, callbacks = trainer, trainer.callback_handler.callbacks
         callbacks.sort(key=lambda callback: callback is not self)
@@ -92,25 +92,25 @@ class TransformersCallback(SavesRun, TrainerCallback):
             seeds["cuda"] = torch.cuda.get_rng_state()
         of_rank = f"_{trainer.args.process_index}" if trainer.args.world_size > 1 else ""
         torch.save(seeds, point / f"rng_state{of_rank}.pth")
-        # The trainer insists on weights. Of these files it takes no value, and misses no name.
+        # The trainer requires files of weights, but uses no values from them, and reports no name as missing.
         weights = {"weight_map": dict.fromkeys(trainer.model.state_dict(), "none.bin")}
         (point / "pytorch_model.bin.index.json").write_text(json.dumps(weights))
         torch.save({}, point / "none.bin")
         return str(point)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._tables is not None:  # of a training that ended in an exception
+        if self._tables is not None:  # left by a training that ended in an exception
             self._tables.leave()
         if args.save_strategy != "no":
             raise ValueError(
                 f"save_strategy={str(args.save_strategy)!r}: the trainer cannot write tables, and TransformersCallback "
-                "saves all: give TrainingArguments save_strategy='no'"
+                "saves everything: pass save_strategy='no' to TrainingArguments"
             )
         others = [name for name in state.stateful_callbacks if name != "TrainerControl"]
         if self._trainer is None and others:
             raise ValueError(
                 f"{', '.join(others)} has a state that only the trainer can restore: call "
-                "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), the first time too"
+                "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), also for the first training"
             )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         sparse = self._optimizer_of(model)
@@ -125,22 +125,22 @@ class TransformersCallback(SavesRun, TrainerCallback):
         of_trainer.follow(state, self._trainer)
         self._steps = StepCounter(manager)
         if state.global_step:
-            # The trainer sets the generators where the seen data ends.
+            # The trainer sets the generators once it has skipped the seen data.
             steps = {checkpoint.manifest.step for checkpoint in list_checkpoints(manager.saver.storage).current}
-            step = state.global_step if state.global_step in steps else None  # a near save is found as the newest
+            step = state.global_step if state.global_step in steps else None  # a near save counts as the newest
             if (restored := manager.restore(step, rng=False, **self._restore)) != state.global_step:
                 raise RecckptError(
                     f"{self._output_dir}: restored step {restored}, but the trainer continues at step "
                     f"{state.global_step}, because a near save could not be restored completely, as the log says: "
                     f"pass restore={{'near': False}} to continue from the newest checkpoint"
                 )
-            if manager.epochs < state.epoch and not state.epoch % 1:  # its last step was saved, and not its end
+            if manager.epochs < state.epoch and not state.epoch % 1:  # the epoch's last step was saved, but not its end
                 with generators_at(self._rng):
                     manager.epoch()
         elif list_checkpoints(manager.saver.storage).current:
             raise ValueError(
-                f"{self._output_dir} holds checkpoints, and training begins at step 0: call "
-                "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), or give another output_dir"
+                f"{self._output_dir} has checkpoints, but training begins at step 0: call "
+                "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), or pass another output_dir"
             )
 
         if sparse is not None:
@@ -152,7 +152,7 @@ class TransformersCallback(SavesRun, TrainerCallback):
             self._tables.clip(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Clear the tables' gradients, as the trainer clears the others; the step is counted later."""
+        """Clear the tables' gradients when the trainer clears the others; the step is counted later."""
         if self._tables is not None:
             self._tables.sparse.zero_grad()
         self._steps.end_step()
@@ -169,11 +169,11 @@ class TransformersCallback(SavesRun, TrainerCallback):
             self._steps.end_epoch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        if hasattr(self, "_steps"):  # in training
+        if hasattr(self, "_steps"):  # during training
             self._steps.evaluated(metrics or {})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Log the norm of all gradients as ``grad_norm``, where the trainer logs that of the dense ones."""
+        """Log the norm of all gradients as ``grad_norm``, when the trainer logs the norm of the dense gradients."""
         if self._tables is not None and self._tables.norm is not None and logs and "grad_norm" in logs:
             logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._tables.norm.item()
 
@@ -192,7 +192,7 @@ class _TablesBeside:
 
     def __init__(self, dense: Optimizer, scaler: GradScaler | None, sparse: SparseOptimizer, max_norm: float) -> None:
         self.sparse = sparse
-        self.norm: Tensor | None = None  # of the gradients of the last step, before they were clipped
+        self.norm: Tensor | None = None  # norm of the last step's gradients, before clipping
         self._dense, self._scaler, self._max_norm = dense, scaler, max_norm
         self._handle = dense.register_step_post_hook(self._step)
         sparse.zero_grad()
@@ -206,13 +206,13 @@ class _TablesBeside:
         self._handle.remove()
 
     def _step(self, dense: Optimizer, *_: Any) -> None:
-        if not getattr(dense, "found_inf", None):  # a fused optimizer skips the step by itself
+        if not getattr(dense, "found_inf", None):  # a fused optimizer itself skips the step
             self.sparse.step()
 
 
 def _clip_in_place_of(args: Any) -> float:
     """Set the trainer's clipping limit to infinity, and return the previous limit."""
-    # After an exception on_train_end does not come: what is set aside already counts, unless another limit was set.
+    # After an exception on_train_end is not called: a kept limit stays valid, unless another limit was set.
     if args.max_grad_norm != math.inf:
         setattr(args, _OWN_LIMIT, args.max_grad_norm)
         args.max_grad_norm = math.inf
@@ -225,12 +225,12 @@ def _check(optimizer: Any, sparse: SparseOptimizer) -> None:
     if type(optimizer) is not AcceleratedOptimizer or not isinstance(optimizer.optimizer, Optimizer):
         raise ValueError(
             f"found {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that "
-            "steps and clips by itself, such as DeepSpeed, does not know tables"
+            "steps and clips on its own, such as DeepSpeed, does not know tables"
         )
     refuse_accumulation(sparse)
 
 
-_SUMMARY = "train_runtime"  # in the line that a trainer logs once training is over, and no checkpoint of its own has
+_SUMMARY = "train_runtime"  # in the line that a trainer logs after training, but omits from its own checkpoints
 
 
 class StateOfTrainer:
@@ -262,16 +262,16 @@ class StateOfTrainer:
 
 
 class StepCounter:
-    """Counts a step or epoch where the trainer would save: after it was logged and evaluated by all callbacks.
+    """Counts a step or epoch when the trainer would save: after all callbacks have logged and evaluated it.
 
-    No event marks that moment, so the step is counted at the next event, before other callbacks. The next step's data
-    may have been read by then, so the random generators are saved as they were before that.
+    No event marks that time, so the step is counted at the next event, before other callbacks. By then the next step's
+    data may have been read, so this class keeps the earlier state of the random generators for the save.
     """
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager = manager
-        self._count: Callable[..., None] | None = None  # of what has ended, and is not counted yet
-        self._metrics: Mapping[str, Any] = NONE  # of the step
+        self._count: Callable[..., None] | None = None  # for the step or epoch that ended and is not counted
+        self._metrics: Mapping[str, Any] = NONE  # metrics of the step
         self._rng: Mapping[str, Any] = NONE
         self._has_stepped = False
 

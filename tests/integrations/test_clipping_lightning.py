@@ -131,7 +131,7 @@ def test_a_module_that_clips_by_itself_clips_tables_too_and_is_warned(tmp_path, 
     twins.assert_equal(ours.model, theirs.model)
     warnings = [record.getMessage() for record in caplog.records if record.name == "recckpt"]
     assert len(warnings) == 1
-    assert f"{kind.__name__}.configure_gradient_clipping: the tables are in optimizer.param_groups" in warnings[0]
+    assert f"{kind.__name__}.configure_gradient_clipping: tables are in optimizer.param_groups" in warnings[0]
 
 
 class WithJoint(Module):

@@ -137,7 +137,7 @@ def test_model_checkpoint_beside_it_writes_all_but_the_tables(tmp_path):
 
 def test_a_second_place_to_restore_from_is_refused(tmp_path):
     fit(tmp_path, "runs", 16, callbacks=[kept := ModelCheckpoint(tmp_path / "kept")], enable_checkpointing=True)
-    with pytest.raises(ValueError, match="would both restore: leave ckpt_path out"):
+    with pytest.raises(ValueError, match="would both restore: omit ckpt_path"):
         fit(tmp_path, "others", 20, path=kept.best_model_path)
 
 

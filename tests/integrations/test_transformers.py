@@ -199,7 +199,7 @@ def test_a_resumed_run_has_the_learning_rates_that_it_asks_for(tmp_path, hyper_p
 
 def test_a_run_that_would_begin_anew_over_its_own_checkpoints_is_refused(tmp_path):
     fit(tmp_path, "runs")
-    with pytest.raises(ValueError, match="holds checkpoints, and training begins at step 0: call"):
+    with pytest.raises(ValueError, match="has checkpoints, but training begins at step 0: call"):
         fit(tmp_path, "runs", resume=False)
 
 
