@@ -1,6 +1,6 @@
-"""Distributes epochs among ranks; if the number of ranks changes within an epoch, distributes the rest of it again.
+"""Distributes epochs among ranks; if the number of ranks changes within an epoch, distributes the rest again.
 
-Ranks send each other nothing.
+Ranks do not communicate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("recckpt")
 Places: TypeAlias = npt.NDArray[np.int64]
 State: TypeAlias = dict[str, Any]
 MakeLoader: TypeAlias = Callable[[Any, Iterable[list[int]]], Iterable[Any]]
-_INSTEAD = "or leave it out with 'exclude': ['io_state'], and the data begins anew"
+_INSTEAD = "or omit the position with 'exclude': ['io_state'], and the data begins anew"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Deal:
         """Return the unused places after rank r has used the first ``used[r]`` places of its share."""
         ranks, n_left, of_ranks = len(used), len(self.left), np.asarray(used, np.int64)
         low, high = (min(len(self), int(bound) * ranks) for bound in (of_ranks.min(), of_ranks.max()))
-        between = np.arange(low, high, dtype=np.int64)  # all places before these are used, all behind are not
+        between = np.arange(low, high, dtype=np.int64)  # all places before these are used, and all after these are not
         between = between[between // ranks >= of_ranks[between % ranks]]
         below, above = between[between < n_left], between[between >= n_left]
         left = np.concatenate([self.left[below], above - n_left + self.begin, self.left[high:]])
@@ -61,8 +61,8 @@ class Elastic:
 
     Args:
         size: number of places in an epoch.
-        unit: what a place holds, in the plural, for messages; such as "samples".
-        names: one name per place, by which a load recognizes other data; empty to compare the number of places alone.
+        unit: plural noun for the content of a place, for messages; such as "samples".
+        names: one name per place, with which a load recognises other data; empty to compare only the number of places.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Elastic:
         self._deal, self._used = _Deal(size), 0
         self._rank, self._ranks = self._this_rank()
         self._parts = dict[int, int]()  # partly used place -> number of used rows
-        self._iterator = 0  # the number of the newest iterator; all older iterators are over
-        self._is_loaded = self._has_given = False  # within the epoch
+        self._iterator = 0  # number of the newest iterator; all older iterators are invalid
+        self._is_loaded = self._has_given = False  # in this epoch
 
     @property
     def epoch(self) -> int:
@@ -94,14 +94,14 @@ class Elastic:
         return self._deal.epoch
 
     def dump_io_state(self) -> State:
-        """Return the position of this rank, which is behind the last batch that the iterator gave."""
+        """Return the position of this rank, which is after the last batch that the iterator yielded."""
         rank, ranks = (self._rank, self._ranks) if self._iterator else self._this_rank()
         own = {"used": self._used, "rank": rank, "ranks": ranks, "parts": dict(self._parts)}
         order = {"shuffle": self._shuffle, "seed": self._seed, "content": self._content}
         return {**_as_state(self._deal), **own, **order}
 
     def load_io_state(self, state: State) -> None:
-        """Continue from a position; iterators that were made before are over.
+        """Continue from a position; existing iterators become invalid.
 
         Raises:
             ValueError: the position belongs to other data, or to another order of the data.
@@ -116,8 +116,8 @@ class Elastic:
     def merge_io_state(self, states: Sequence[State], index: int, count: int) -> State:
         """Return the position of rank ``index`` of ``count`` new ranks, from the positions of the ranks that saved.
 
-        Places that a saved position counts as used do not come again. There are two exceptions: the share of a rank
-        whose state is missing, and what ranks have used that were in a later epoch than others, with a warning.
+        Places that a saved position counts as used do not come again, with two exceptions: the share of a rank whose
+        state is missing; and, with a warning, places used by ranks that were in a later epoch than others.
         """
         for state in states:
             _check_kind(state)
@@ -133,7 +133,7 @@ class Elastic:
                 log.warning(what, sorted(ahead), first["epoch"], again, self._unit, whole)
         used = {**dict.fromkeys(ahead, len(deal)), **{rank: state["used"] for rank, state in here.items()}}
         deal = deal.after([used.get(rank, 0) for rank in range(first["ranks"])])
-        parts = dict[int, int]()  # a rank's state also has parts of other ranks, as old as the distribution of places
+        parts = dict[int, int]()  # a rank's state also has parts of other ranks, from when the places were distributed
         for place, rows in (part for state in here.values() for part in state["parts"].items()):
             parts[place] = max(rows, parts.get(place, 0))
         return {**first, **_as_state(deal), "used": 0, "rank": index, "ranks": count, "parts": parts}
@@ -146,16 +146,16 @@ class Elastic:
         own = {"shuffle": self._shuffle, "seed": self._seed}
         if of_order != own:
             raise ValueError(
-                f"the position is in another order: found {of_order}, expected {own}: give those, {_INSTEAD}"
+                f"the position is in another order: found {of_order}, expected {own}: use the same order, {_INSTEAD}"
             )
         if size > now or (self._shuffle and size != now):
             more = "" if self._shuffle else " or more"
             raise ValueError(
-                f"the position is in other data: found {size} {self._unit}, expected {now}{more}: give that, {_INSTEAD}"
+                f"the position is in other data: found {size} {self._unit}, expected {now}{more}: use that, {_INSTEAD}"
             )
         if state["content"] != _content_of(self._names[:size]):
             raise ValueError(
-                f"the position is in other data: the first {size} {self._unit} differ: give those, {_INSTEAD}"
+                f"the position is in other data: the first {size} {self._unit} differ: use the same data, {_INSTEAD}"
             )
         return replace(_deal_of(state), size=now)
 
@@ -167,7 +167,7 @@ class Elastic:
             if self._asked == (None, None):
                 raise
             rank, ranks = self._asked
-            raise ValueError(f"rank must be 0 to ranks - 1, and both be given, found {rank=}, {ranks=}") from error
+            raise ValueError(f"pass both rank and ranks, rank 0 to ranks - 1, found {rank=}, {ranks=}") from error
 
     def _order(self, epoch: int) -> Places | None:
         """Return the index in the data of each place of an epoch; None if both are equal because nothing is shuffled.
@@ -185,8 +185,8 @@ class Elastic:
         now = self._this_rank()
         if self._is_loaded and not self._has_given and now != (self._rank, self._ranks):
             raise RuntimeError(
-                f"the position was loaded for rank {self._rank} of {self._ranks}, and this is rank {now[0]} of "
-                f"{now[1]}: init_process_group comes before restore(), and rank= and ranks= are those of the manager"
+                f"the position was loaded for rank {self._rank} of {self._ranks}, but this is rank {now[0]} of "
+                f"{now[1]}: call init_process_group before restore(), and pass the manager's rank= and ranks="
             )
         if self._has_given:
             self._end(self._iterator)
@@ -204,7 +204,7 @@ class Elastic:
         with torch.random.fork_rng(devices=[]):
             place = [self._seed, self.epoch, self._rank, self._used]
             torch.default_generator.manual_seed(int(np.random.RandomState(place).randint(1 << 31)))  # seeds the workers
-            with torch.device("cpu"):  # because the loader draws there, whatever the default device is
+            with torch.device("cpu"):  # the loader draws on the CPU, whatever the default device is
                 return iter(loader)
 
     def _check_share(self, n_own: int) -> None:
@@ -216,10 +216,10 @@ class Elastic:
             )
 
     def _give(self, iterator: int, used: int) -> None:
-        """Set how many places of its share this rank has used; called before a batch is given.
+        """Set how many places of its share this rank has used; called before a batch is yielded.
 
         Raises:
-            RuntimeError: since the iterator was begun, another was begun or a position was loaded.
+            RuntimeError: another iterator was begun, or a position was loaded, after this iterator was begun.
         """
         if iterator != self._iterator:
             raise RuntimeError(
@@ -245,7 +245,7 @@ def _deal_of(state: State) -> _Deal:
 
 def _check_kind(state: State) -> None:
     if not isinstance(state, dict) or not {"size", "used", "ranks", "content"} <= state.keys():
-        raise ValueError(f"the position is that of an object of another kind: give that, {_INSTEAD}")
+        raise ValueError(f"the position belongs to an object of another kind: use that kind, {_INSTEAD}")
 
 
 def _content_of(names: Sequence[str]) -> str:
@@ -253,7 +253,7 @@ def _content_of(names: Sequence[str]) -> str:
 
 
 class _Batches:
-    """A batch sampler: gives the sample indices of each batch of the iterator that was begun last."""
+    """A batch sampler: yields the sample indices of each batch of the newest iterator."""
 
     def __init__(self) -> None:
         self._batches: Sequence[Places] = ()
@@ -307,7 +307,7 @@ class ElasticLoader(Elastic):
         if not isinstance(dataset, Sized):
             kind = type(dataset).__name__
             raise ValueError(
-                f"dataset must have len(), found a {kind}: an iterable one of Hugging Face goes to ElasticShards, any "
+                f"dataset must have len(), found a {kind}: pass an iterable one of Hugging Face to ElasticShards; any "
                 "other keeps its own position"
             )
         if not len(dataset):
@@ -317,7 +317,7 @@ class ElasticLoader(Elastic):
         self._batch_size, self._batches = positive_int("batch_size", batch_size), _Batches()
         self._loader = (loader or _plain_loader)(dataset, self._batches)
         if not getattr(self._loader, "in_order", True):
-            raise ValueError("loader: it gives batches as they come (in_order=False): which were used is not known")
+            raise ValueError("loader: it yields batches out of order (in_order=False), so the used samples are unknown")
 
     def __len__(self) -> int:
         """Return how many batches this rank gets in the next ``for``."""
@@ -336,14 +336,14 @@ class ElasticLoader(Elastic):
         used, n_batches = self._used, 0
         for batch in self._iterator_of(self._loader):
             if n_batches == len(batches):
-                raise RuntimeError(f"loader: it gives more than the {n_batches} batches of its batch sampler")
+                raise RuntimeError(f"loader: it yields more than the {n_batches} batches of its batch sampler")
             used += len(batches[n_batches])
             n_batches += 1
-            self._give(iterator, used)  # before the step trains on the batch, so that a save within the step counts it
+            self._give(iterator, used)  # before the step trains on the batch, so that a save in the step includes it
             yield batch
         if n_batches != len(batches):
             raise RuntimeError(
-                f"loader: it gave {n_batches} batches, expected {len(batches)}, as its batch sampler has"
+                f"loader: it yielded {n_batches} batches, expected {len(batches)}, as its batch sampler has"
             )
         self._end(iterator)
 

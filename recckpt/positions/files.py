@@ -17,7 +17,7 @@ from recckpt.types import positive_int
 class ElasticFiles(Elastic):
     """Batches of rows from Parquet or Arrow files; each rank reads its share of the row groups.
 
-    After a restore, a partly used row group continues behind its last used row, on any rank. Each ``for`` runs one
+    After a restore, a partly used row group continues after its last used row, on any rank. Each ``for`` runs one
     epoch; after a restore, the first ``for`` runs the rest of the saved epoch. Ranks get different numbers of batches
     per epoch. So if ranks save or step together, end the loop after the same number of steps on all ranks; ranks may
     then be in different epochs. Not thread-safe. Not collective.
@@ -120,7 +120,7 @@ class _File:
                 names = reader.schema.names
                 self.rows = [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)]
             else:
-                raise ValueError(f"paths: {path!r} is neither of Parquet nor of Arrow: it begins with {magic!r}")
+                raise ValueError(f"paths: {path!r} is neither a Parquet nor an Arrow file: it begins with {magic!r}")
         if missing := [name for name in columns or () if name not in names]:
             raise ValueError(f"columns: {path!r} has no {missing[0]!r}; it has {names}")
 
@@ -143,6 +143,6 @@ class _File:
         try:
             yield
         except (pa.ArrowException, OSError) as error:
-            if getattr(error, "errno", None) is not None:  # of the file system, which names it
+            if getattr(error, "errno", None) is not None:  # an error of the file system, which names the file
                 raise
             raise OSError(f"{self.path}{where} cannot be read: {error}") from error

@@ -10,21 +10,21 @@ from recckpt.positions.epochs import Elastic
 from recckpt.types import positive_int
 
 MakeReader: TypeAlias = Callable[[Any], Iterable[Any]]
-_WHOLE = 1 << 62  # in place of the number of used examples: the whole shard is used
+_WHOLE = 1 << 62  # replaces the number of used examples if the whole shard is used
 _NEEDED = ("n_shards", "shard", "skip", "iter", "set_epoch")
 
 
 class ElasticShards(Elastic):
     """Batches of a :class:`datasets.IterableDataset`; each rank and worker reads its share of the shards.
 
-    After a restore, a partly used shard continues behind its last used example, on any rank and worker: the examples
-    before are read again and skipped. Each ``for`` runs one epoch; after a restore, the first ``for`` runs the rest of
-    the saved epoch. The dataset gets ``set_epoch`` for its own shuffling. A batch holds examples of one shard, in the
+    After a restore, a partly used shard continues after its last used example, on any rank and worker: the earlier
+    examples are read again and skipped. Each ``for`` runs one epoch; after a restore, the first ``for`` runs the rest
+    of the saved epoch. The dataset gets ``set_epoch`` for its own shuffling. A batch has examples of one shard, in the
     format of the dataset (``with_format``); the last batch of a shard may be smaller. Ranks get different numbers of
     batches, as with :class:`ElasticFiles`. Not thread-safe. Not collective.
 
     Args:
-        dataset: the whole dataset, the same on all ranks, with at least one shard per rank (``n_shards``). It must give
+        dataset: the whole dataset, the same on all ranks, with at least one shard per rank (``n_shards``). It must have
             the same examples in the same order each time, so its ``shuffle`` needs a ``seed``.
         batch_size: examples per batch.
         shuffle: whether to shuffle the shards anew for each epoch.
@@ -54,14 +54,14 @@ class ElasticShards(Elastic):
         if missing := [name for name in _NEEDED if not hasattr(dataset, name)]:
             raise ValueError(
                 f"dataset must be an IterableDataset of Hugging Face, found a {type(dataset).__name__}, which has no "
-                f"{missing[0]}: one that has len() goes to ElasticLoader"
+                f"{missing[0]}: pass a dataset with len() to ElasticLoader"
             )
         if getattr(dataset, "_distributed", None) is not None:
-            raise ValueError("dataset is split by node already: give it whole, and each rank gets its shards here")
+            raise ValueError("dataset is already split by node: pass the whole dataset, and each rank reads its shards")
         if part := _part_of(dataset):
             raise ValueError(
-                f"dataset has a {part}() that counts over all shards, and each shard alone would count anew: "
-                "choose by filter(), or by the files that load_dataset is given"
+                f"dataset has a {part}() that counts over all shards, but each shard alone would count from 0: "
+                "choose by filter(), or by the files passed to load_dataset"
             )
         names = [f"{getattr(dataset, 'split', None)}:{number}" for number in range(dataset.n_shards)]
         super().__init__(
@@ -75,9 +75,9 @@ class ElasticShards(Elastic):
             IterableDataset.register(_Shards)  # so that a DataLoader treats it as an iterable dataset
             self._loader = loader(self._shards)
         if getattr(self._loader, "batch_size", None) is not None:
-            raise ValueError("loader: it makes batches of batches: give it batch_size=None")
+            raise ValueError("loader: it makes batches of batches: pass batch_size=None")
         if getattr(self._loader, "persistent_workers", False):
-            raise ValueError("loader: workers that stay do not learn of the next epoch: persistent_workers=False")
+            raise ValueError("loader: persistent workers do not see the next epoch: pass persistent_workers=False")
 
     def __iter__(self) -> Iterator[Any]:
         iterator, used, parts = self._begun(), self._used, dict(self._parts)
@@ -92,7 +92,7 @@ class ElasticShards(Elastic):
             while used < len(places) and parts.get(places[used]) == _WHOLE:
                 del parts[places[used]]
                 used += 1
-            if batch is not None:  # the end of a shard is recorded with the next batch
+            if batch is not None:  # the next batch records the end of the shard
                 self._give(iterator, used)
                 self._parts = dict(parts)
                 yield batch
@@ -111,9 +111,9 @@ def _part_of(dataset: Any) -> str | None:
 
 
 class _Shards:
-    """Reads the shards of the iterator that was begun last.
+    """Reads the shards of the newest iterator.
 
-    Yields (place, number of examples of its shard that are used with this batch, batch); at the end of a shard, the
+    Yields (place, number of examples of the shard that are used after this batch, batch); at the end of a shard, the
     number is ``_WHOLE`` and the batch None. In a DataLoader, each worker reads its share.
     """
 
@@ -132,7 +132,7 @@ class _Shards:
         for place, number, used_before in own:
             shard, used = self._dataset.shard(self._dataset.n_shards, number).skip(used_before), used_before
             shard.set_epoch(self._epoch)
-            for batch in shard.iter(self._batch_size, self._drop_last):  # because __iter__ would split it by worker
+            for batch in shard.iter(self._batch_size, self._drop_last):  # __iter__ would split the shard by worker
                 used += len(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)
                 yield place, used, batch
             yield place, _WHOLE, None

@@ -105,10 +105,10 @@ def test_a_run_with_workers_saves_the_position_and_restores_it_with_others(tmp_p
 
 
 def test_what_is_split_by_node_and_what_is_no_iterable_dataset_are_refused():
-    with pytest.raises(ValueError, match="dataset is split by node already: give it whole"):
+    with pytest.raises(ValueError, match="dataset is already split by node: pass the whole dataset"):
         ElasticShards(split_dataset_by_node(made(), rank=0, world_size=2), 3)
     with pytest.raises(
-        ValueError, match=r"found a Dataset, which has no n_shards: one that has len\(\) goes to ElasticLoader"
+        ValueError, match=r"found a Dataset, which has no n_shards: pass a dataset with len\(\) to ElasticLoader"
     ):
         ElasticShards(datasets.Dataset.from_dict({"n": [1]}), 3)
 

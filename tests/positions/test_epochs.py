@@ -212,8 +212,8 @@ def test_data_in_its_own_order_may_grow(files):
 
 
 OTHER_DATA = {
-    "samples": (lambda files: ElasticLoader(range(9), 4), "found 10 samples, expected 9: give that"),
-    "more samples, shuffled": (lambda files: ElasticLoader(range(11), 4), "found 10 samples, expected 11: give that"),
+    "samples": (lambda files: ElasticLoader(range(9), 4), "found 10 samples, expected 9: use that"),
+    "more samples, shuffled": (lambda files: ElasticLoader(range(11), 4), "found 10 samples, expected 11: use that"),
     "seed": (lambda files: ElasticLoader(range(10), 4, seed=1), r"another order: found \{'shuffle': True, 'seed': 0\}"),
     "order": (lambda files: ElasticLoader(range(10), 4, shuffle=False), r"expected \{'shuffle': False, 'seed': 0\}"),
 }
@@ -224,7 +224,7 @@ def test_a_position_in_other_data_is_refused(files, other):
     make, message = OTHER_DATA[other]
     data = ElasticLoader(range(10), 4)
     next(iter(data))
-    with pytest.raises(ValueError, match=f"{message}.*leave it out with 'exclude'"):
+    with pytest.raises(ValueError, match=f"{message}.*omit the position with 'exclude'"):
         make(files).load_io_state(data.dump_io_state())
 
 
@@ -236,7 +236,7 @@ def test_a_position_in_other_files_is_refused_and_one_in_moved_files_is_not(file
     for path, at in zip(files, moved, strict=False):
         at.write_bytes(path.read_bytes())
     ElasticFiles(moved, 4).load_io_state(data.dump_io_state())
-    with pytest.raises(ValueError, match="the first 10 row groups differ: give those, or leave it out"):
+    with pytest.raises(ValueError, match="the first 10 row groups differ: use the same data, or omit the position"):
         ElasticFiles([files[0], files[2]], 4).load_io_state(data.dump_io_state())
 
 
@@ -254,7 +254,7 @@ def test_a_position_of_another_number_of_ranks_than_there_are_is_refused():
     next(iter(data))
     state = data.merge_io_state([data.dump_io_state()], 0, 2)
     data.load_io_state(state)
-    with pytest.raises(RuntimeError, match=r"loaded for rank 0 of 2, and this is rank 0 of 1: init_process_group"):
+    with pytest.raises(RuntimeError, match=r"loaded for rank 0 of 2, but this is rank 0 of 1: call init_process_group"):
         next(iter(data))
 
 
@@ -271,11 +271,11 @@ WRONG = {
     "shuffle": ({"shuffle": 1}, "shuffle must be True or False"),
     "drop_last": ({"drop_last": None}, "drop_last must be True or False"),
     "batch size": ({"batch_size": 0}, "batch_size must be an int of at least 1, found 0"),
-    "ranks": ({"rank": 2, "ranks": 2}, r"rank must be 0 to ranks - 1, and both be given, found rank=2, ranks=2"),
-    "no length": ({"dataset": iter([])}, "dataset must have len.., found a list_iterator: an iterable one"),
+    "ranks": ({"rank": 2, "ranks": 2}, r"pass both rank and ranks, rank 0 to ranks - 1, found rank=2, ranks=2"),
+    "no length": ({"dataset": iter([])}, "dataset must have len.., found a list_iterator: pass an iterable one"),
     "out of order": (
         {"loader": lambda data, batches: DataLoader(data, batch_sampler=batches, num_workers=1, in_order=False)},
-        "it gives batches as they come",
+        "it yields batches out of order",
     ),
 }
 
@@ -288,13 +288,13 @@ def test_a_wrong_argument_is_refused(wrong):
 
 
 def test_a_loader_that_gives_fewer_batches_than_it_was_asked_for_is_refused():
-    with pytest.raises(RuntimeError, match="loader: it gave 2 batches, expected 3, as its batch sampler has"):
+    with pytest.raises(RuntimeError, match="loader: it yielded 2 batches, expected 3, as its batch sampler has"):
         list(ElasticLoader(range(10), 4, loader=Fewer))
 
 
 def test_files_that_are_none_are_refused(tmp_path, files):
     (tmp_path / "text").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"text' is neither of Parquet nor of Arrow: it begins with b'a,b"):
+    with pytest.raises(ValueError, match=r"text' is neither a Parquet nor an Arrow file: it begins with b'a,b"):
         ElasticFiles([tmp_path / "text"], 4)
     with pytest.raises(ValueError, match="paths must be a list of files, found '"):
         ElasticFiles(str(files[0]), 4)
@@ -400,7 +400,7 @@ def test_ranks_that_were_several_epochs_ahead_are_named_with_what_comes_again(ca
 def test_a_position_of_another_kind_of_object_is_refused(read):
     for call in ("load_io_state", "merge_io_state"):
         arguments = (read(),) if call == "load_io_state" else ([read()], 0, 1)
-        with pytest.raises(ValueError, match="the position is that of an object of another kind"):
+        with pytest.raises(ValueError, match="the position belongs to an object of another kind"):
             getattr(ElasticLoader(range(4), 2), call)(*arguments)
 
 
@@ -460,5 +460,5 @@ def test_a_loader_that_goes_on_behind_its_sampler_is_refused_before_its_batch_is
     data = ElasticLoader(range(4), 2, loader=lambda data, batches: [[0, 1], [2, 3], [4, 5]])
     given = iter(data)
     assert [next(given), next(given)] == [[0, 1], [2, 3]]
-    with pytest.raises(RuntimeError, match="it gives more than the 2 batches of its batch sampler"):
+    with pytest.raises(RuntimeError, match="it yields more than the 2 batches of its batch sampler"):
         next(given)

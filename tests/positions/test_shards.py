@@ -153,12 +153,12 @@ WRONG = {
         {"dataset": [1]},
         "IterableDataset of Hugging Face, found a list, which has no n_shards",
     ),
-    "split by node": ({"dataset": split()}, "dataset is split by node already: give it whole"),
+    "split by node": ({"dataset": split()}, "dataset is already split by node: pass the whole dataset"),
     "batch size": ({"batch_size": 0}, "batch_size must be an int of at least 1, found 0"),
-    "batches of batches": ({"loader": lambda s: DataLoader(s, batch_size=2)}, "loader: .*give it batch_size=None"),
+    "batches of batches": ({"loader": lambda s: DataLoader(s, batch_size=2)}, "loader: .*pass batch_size=None"),
     "workers that stay": (
         {"loader": lambda s: DataLoader(s, batch_size=None, num_workers=1, persistent_workers=True)},
-        "loader: workers that stay do not learn of the next epoch",
+        "loader: persistent workers do not see the next epoch",
     ),
 }
 
@@ -173,7 +173,7 @@ def test_a_wrong_argument_is_refused(wrong):
 def test_other_data_and_more_ranks_than_shards_are_refused():
     data = ElasticShards(Numbers(), 2)
     next(iter(data))
-    with pytest.raises(ValueError, match="found 5 shards, expected 6: give that, or leave it out"):
+    with pytest.raises(ValueError, match="found 5 shards, expected 6: use that, or omit the position"):
         ElasticShards(Numbers((*ROWS, 1)), 2).load_io_state(data.dump_io_state())
     with pytest.raises(ValueError, match="the position is in other data: the first 5 samples differ"):
         ElasticLoader(range(5), 2).load_io_state(data.dump_io_state())
