@@ -1,4 +1,4 @@
-"""Text for people: words, aligned columns, and the bar of what takes long (no torch here)."""
+"""Text for people: words, aligned columns, and progress bars (no torch here)."""
 
 from recckpt.text.bars import Progress
 from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain, section

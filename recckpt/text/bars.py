@@ -1,6 +1,6 @@
-"""Bars of what takes long: saves, loads and commands of more than two seconds, on a terminal or in a notebook.
+"""Progress bars for saves, loads and commands of more than two seconds, on a terminal or in a notebook.
 
-A bar never fails its work: if it cannot be drawn, it is dropped.
+A bar never makes its operation fail: if it cannot be drawn, it is dropped.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from recckpt.text.words import count, size
 
 log = logging.getLogger("recckpt")
 
-DELAY_SEC = 2.0  # what is over by then shows no bar
-SWITCH = "RECCKPT_PROGRESS"  # 0: no bars; 1: bars where stderr is not a terminal, too
-OFF = "TQDM_DISABLE"  # any text: no bars; tqdm itself looks at it only when it is imported
+DELAY_SEC = 2.0  # shorter operations show no bar
+SWITCH = "RECCKPT_PROGRESS"  # 0: no bars; 1: bars even if stderr is not a terminal
+OFF = "TQDM_DISABLE"  # any text: no bars; tqdm itself checks this only on import
 
-_open: set[int] = set()  # of the bars that are at work
-_clocks: set[int] = set()  # of what shows how long it takes
+_open: set[int] = set()  # active bars
+_clocks: set[int] = set()  # active elapsed-time displays
 
 
 class Progress:
-    """Counts bytes of one save or load; a context manager that ends with a log line. Thread-safe."""
+    """Counts the bytes of one save or load; a context manager that logs a line at the end. Thread-safe."""
 
     def __init__(self, what: str, total_bytes: int, *, has_bar: bool = True) -> None:
         self._what, self._total_bytes, self._has_bar = what, total_bytes, has_bar
@@ -52,7 +52,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._has_bar and are_shown():
-            line = 0 if _clocks and not _open else None  # the clock's, which gives way: one below needs a real terminal
+            line = 0 if _clocks and not _open else None  # replaces the elapsed time: a line below needs a real terminal
             _open.add(id(self))
             self._bar = _Bar(desc=self._what, total=self._total_bytes, unit="B", unit_scale=True, position=line)
         return self
@@ -70,11 +70,11 @@ class Progress:
 
 
 class ElapsedTime:
-    """Shows how long something has taken, while no bar of a Progress does; a context manager."""
+    """Shows how long an operation has taken, while no Progress shows a bar; a context manager."""
 
     def __init__(self, what: str) -> None:
         self._what, self._begin, self._at_work = what, time.perf_counter(), threading.Lock()
-        self._at_work.acquire()  # not an Event: an interrupt may leak the lock of one
+        self._at_work.acquire()  # not an Event, whose lock may leak at an interrupt
         self._thread = threading.Thread(target=self._run, name="recckpt-clock", daemon=True) if are_shown() else None
 
     def __enter__(self) -> ElapsedTime:
@@ -105,12 +105,12 @@ class ElapsedTime:
 
 
 class _Bar:
-    """A bar of tqdm, dropped at its first error: a closed stderr, or a terminal or kernel that is gone."""
+    """A tqdm bar, dropped at its first error: stderr is closed, or the terminal or kernel is gone."""
 
     def __init__(self, **options: Any) -> None:
         self._bar: Any = None
         try:
-            from recckpt.text.drawn_bar import NotebookBar, TerminalBar  # which takes long to import
+            from recckpt.text.drawn_bar import NotebookBar, TerminalBar  # slow import
 
             kind = NotebookBar if _is_notebook() else TerminalBar
             self._bar = kind(leave=False, dynamic_ncols=True, **{"delay": DELAY_SEC, **options})
@@ -123,13 +123,13 @@ class _Bar:
         try:
             getattr(self._bar, method)(*args)
         except Exception as error:
-            self._bar.disable = True  # so that it says nothing when it is collected
+            self._bar.disable = True  # so that garbage collection prints nothing
             self._bar = None
             log.debug("the bar is dropped: %s", error)
 
 
 def are_shown() -> bool:
-    """Say whether to draw bars: by TQDM_DISABLE and RECCKPT_PROGRESS, else on a terminal or in a notebook."""
+    """Return whether to draw bars: by TQDM_DISABLE and RECCKPT_PROGRESS, else on a terminal or in a notebook."""
     setting = "0" if os.environ.get(OFF) else os.environ.get(SWITCH, "").strip()
     if setting in ("0", "1"):
         return setting == "1"
@@ -145,7 +145,7 @@ def is_terminal(stream: Any) -> bool:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Clear the bars while something else is written to stderr."""
+    """Clear the bars while the block writes to stderr."""
     library = sys.modules.get("tqdm")
     if library is None or not are_shown():
         yield
@@ -155,7 +155,7 @@ def aside() -> Iterator[None]:
 
 
 def _is_notebook() -> bool:
-    """Say whether this is the kernel of a notebook; then IPython is loaded already."""
+    """Return whether this process is a notebook kernel, which has already imported IPython."""
     try:
         shell = sys.modules["IPython"].get_ipython()
         return "IPKernelApp" in shell.config

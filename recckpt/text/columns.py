@@ -1,4 +1,4 @@
-"""Aligned columns for people, and what the rows of a table mean."""
+"""Aligned columns of text, and the meanings of table rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 _GAP = "  "
-_INDENT = 2  # of what stands under a heading
+_INDENT = 2  # spaces before lines under a heading
 
-Tone = Literal["damaged", "unsure", "good", "newest", "pinned", "past"]  # of a row, which a terminal may show in colour
+Tone = Literal["damaged", "unsure", "good", "newest", "pinned", "past"]  # of a row; a terminal may show it in colour
 
 
 class Heading(str):

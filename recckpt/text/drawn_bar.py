@@ -1,4 +1,4 @@
-"""Bars of tqdm, on a terminal or below the cell of a notebook. bars.py imports them late: tqdm is slow to import."""
+"""tqdm bars on a terminal or below a notebook cell. bars.py imports this module late: tqdm is slow to import."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ log = logging.getLogger("recckpt")
 
 
 class TerminalBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar on stderr, dropped at its first error: tqdm keeps the lock of all bars if one raises."""
+    """A bar on stderr, dropped at its first error, because tqdm keeps the lock of all bars if a bar raises."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Show the bar, or a text in its place; called by tqdm for each update."""
+        """Show the bar, or a text in its place; tqdm calls this for each update."""
         try:
             return self._draw(msg, pos)
         except Exception as error:
             self.disable = True
-            self._instances.discard(self)  # its line is free; closing what is disabled does nothing
+            self._instances.discard(self)  # frees its line, because closing a disabled bar does nothing
             log.debug("the bar is dropped: %s", error)
             return False
 
@@ -29,7 +29,7 @@ class TerminalBar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
 
 class NotebookBar(TerminalBar):
-    """A bar that is text, replaced as it moves: no widgets, which a saved notebook lacks, and empty at the end."""
+    """A bar made of text that is replaced at each update, and empty at the end; saved notebooks lack widgets."""
 
     def __init__(self, **options: Any) -> None:
         self._output: Any = None

@@ -1,4 +1,4 @@
-"""HTML pages that need no other file, no network and no script: skeleton, style, and escaped text."""
+"""Self-contained HTML pages without scripts: skeleton, style, and escaped text."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _STYLE = """
 .recckpt .scroll tr > td { overflow-wrap: anywhere; min-width: 16em; max-width: 22em; }
 .recckpt .scroll tr > .n, .recckpt .scroll tr > .s { white-space: nowrap; min-width: 0; }
 .recckpt .scroll tr > .n { text-align: right; }
-"""  # by .scroll these go before the rules that Jupyter and others have for tables
-# A table that goes on beyond an edge has a shadow there: those that stay lie under covers that scroll with its ends.
+"""  # .scroll gives these priority over table rules of Jupyter and others
+# A table that extends beyond an edge has a shadow there: fixed shadows lie under covers that scroll with its ends.
 _HEAD = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     '<meta name="color-scheme" content="light dark">'
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 )
-_SHORT = 32  # characters
+_SHORT = 32  # most characters of a short text
 _BODY = "<style>body { color: CanvasText; margin: 1.2em auto; max-width: 75em; padding: 0 1em; }</style>"
 
 
@@ -42,10 +42,10 @@ def page(title: str, body: str) -> str:
 
 
 def body(kind: str, parts: Iterable[str], style: str) -> str:
-    """Return what a notebook shows, in its own colours, from parts in HTML.
+    """Return the HTML that a notebook shows, in the notebook's colours, from parts in HTML.
 
-    A notebook applies the style of each page to all: so each rule of ``style`` must begin with ``.recckpt.kind``, for
-    this ``kind`` of page.
+    A notebook applies the style of each page to all pages, so each rule of ``style`` must begin with ``.recckpt.kind``
+    for this ``kind`` of page.
     """
     return f'<style>{_STYLE}{style}</style><div class="recckpt {kind}">{"".join(parts)}</div>'
 
@@ -62,12 +62,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collectio
 
 
 def _kind(name: str, cell: str, numbers: Collection[str]) -> str:
-    """Return the class of a cell; a short text is not broken on a narrow screen, where the table scrolls."""
+    """Return the class of a cell; short text is not broken on a narrow screen, where the table scrolls instead."""
     return ' class="n"' if name in numbers else ' class="s"' if len(cell) <= _SHORT else ""
 
 
 def section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> list[str]:
-    """Return a heading and a table from cells of text; [] without rows."""
+    """Return a heading and a table from cells of plain text; [] without rows."""
     cells = [list(map(text, row)) for row in rows]
     return [f"<h2>{text(title)}</h2>", table(head, cells, numbers)] if cells else []
 
@@ -82,5 +82,5 @@ def lines(of: Iterable[Line]) -> Iterator[str]:
 
 
 def text(of: str) -> str:
-    """Return text as HTML; control characters, and those that change the direction of text, are escaped."""
+    """Return text as HTML; control characters, including those for text direction, are escaped."""
     return escape(of if of.isprintable() else escaped(of))

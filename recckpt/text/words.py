@@ -1,4 +1,4 @@
-"""Words for people: counts, sizes, durations, values, safe names, and short descriptions of objects."""
+"""Formats text for people: counts, sizes, durations, values, safe names, and short descriptions of objects."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 _UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
-_MAX_VALUES = 4  # of a vector in a line of text; --json has all
+_MAX_VALUES = 4  # most values of a vector in a line of text; --json has all
 _T = TypeVar("_T")
-_MOST = 60  # characters of a name
+_MOST = 60  # most characters of a name
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def escaped(name: str) -> str:
-    """Return a name as it is, or as a JSON string if it would break a line or be misread."""
+    """Return a name unchanged, or as a JSON string if it would break a line or be misread."""
     plain = name.isprintable() and name == name.strip() and not name.startswith('"') and name
     return name if plain else json.dumps(name)
 
@@ -36,7 +36,7 @@ def size(n_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the two largest units."""
+    """Format seconds in the two largest units."""
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
     unit, n_sec, smaller, n_smaller = next(each for each in _UNITS if seconds >= each[1])
@@ -54,7 +54,7 @@ def plural(number: int, what: str) -> str:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """Return a hint at the name that was probably meant, or ""."""
+    """Return a hint that names the most similar allowed name; "" if none is similar."""
     close = difflib.get_close_matches(str(name), [each for each in allowed if each != name], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -65,7 +65,7 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 
 def instead_of(name: str, names: Iterable[str]) -> str:
-    """Return which names exist in place of an unknown one, and which was probably meant."""
+    """Return the end of a message for an unknown name: the existing names, and the most similar one."""
     names = list(names)
     return f"; there {'is' if len(names) == 1 else 'are'} {first_few(names, 20) or 'none'}{nearest(name, names)}"
 
@@ -78,7 +78,7 @@ def cell(value: Any) -> str:
         return f"[{', '.join(shown)}]"
     if not isinstance(value, float):
         return str(value)
-    if 1e6 <= abs(value) < 1e15:  # seconds since 1970: six digits would be as coarse as days
+    if 1e6 <= abs(value) < 1e15:  # Unix times: six digits would be as coarse as days
         return f"{value:.3f}".rstrip("0").rstrip(".")
     return f"{value:.6g}"
 
@@ -86,7 +86,7 @@ def cell(value: Any) -> str:
 def shown(describe: Callable[[_T], str]) -> Callable[[_T], str]:
     """Make a ``__repr__`` from a function that describes an object in a few words.
 
-    It never raises: debuggers show objects whose ``__init__`` has not ended or has failed.
+    The ``__repr__`` never raises: debuggers show objects whose ``__init__`` has not ended or has failed.
     """
 
     @functools.wraps(describe)
@@ -105,7 +105,7 @@ def quoted(name: str) -> str:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Return a bar for each number, relative to the largest; a dot for None."""
+    """Return one bar character per number, relative to the largest; a dot for None."""
     most = max((value for value in values if value is not None), default=0.0)
     heights = (None if value is None else int(len(_BARS) * (value / most)) if most > 0 else 0 for value in values)
     return "".join("·" if height is None else _BARS[min(len(_BARS) - 1, height)] for height in heights)

@@ -50,10 +50,10 @@ def test_an_import_of_a_name_that_is_gone_says_so_too_and_whoever_asks_is_told_t
             {"save_top_k": 2},
             r"\(\) got .* argument 'save_top_k'; 'save_top_k': write max_keep=3, or a policy of",
         ),
-        ({"save_last": True}, "'save_last': omit it: the newest checkpoint is always kept; a call that would do is"),
-        ({"max_keep": 2}, r"'max_keep': it is the saver's: Saver\(max_keep=3\), saver\.max_keep; a call"),
+        ({"save_last": True}, "'save_last': omit it: the newest checkpoint is always kept; a call that works is"),
+        ({"max_keep": 2}, r"'max_keep': it belongs to the saver: Saver\(max_keep=3\), saver\.max_keep; a call"),
         ({"read_only": True}, "'read_only': CheckpointReader and follow read rows, load_into and Standby fill a model"),
-        ({"epehmeral": 2}, r"argument 'epehmeral'; did you mean 'ephemeral'\?; a call that would do is CheckpointMan"),
+        ({"epehmeral": 2}, r"argument 'epehmeral'; did you mean 'ephemeral'\?; a call that works is CheckpointMan"),
     ],
 )
 def test_options_of_other_managers_are_answered_with_what_to_write(tmp_path, options, answer):
@@ -68,7 +68,7 @@ def test_a_manager_of_a_directory_is_answered_with_the_call_that_makes_one(tmp_p
     with pytest.raises(TypeError, match=f"found a Linear: {line} makes one"):
         CheckpointManager(nn.Linear(1, 1), 100)
     for arguments in ([], ["runs/x"], [Run(tmp_path).saver]):
-        with pytest.raises(TypeError, match=rf"CheckpointManager\(\) missing .* a call that would do is {line}, or"):
+        with pytest.raises(TypeError, match=rf"CheckpointManager\(\) missing .* a call that works is {line}, or"):
             CheckpointManager(*arguments)
 
 
@@ -77,13 +77,13 @@ def test_a_manager_of_a_directory_is_answered_with_the_call_that_makes_one(tmp_p
     [
         (
             lambda manager: manager.save(1, args={}),
-            r"save\(\) got .*; 'args': omit it: .* would do is save\(",
+            r"save\(\) got .*; 'args': omit it: .* works is save\(",
         ),
         (lambda manager: manager.save(1, {"a": 1.0}), r"3 were given; .* save\(300, metrics={'auc': 0\.7}\)"),
         (lambda manager: manager.save(custom_metadata={}), r"'custom_metadata': save\(state={\.\.\.}\) writes it"),
         (lambda manager: manager.save(force=True), r"'force': omit it: save\(\) saves whatever should_save\(\)"),
         (lambda manager: manager.step(7), r"step\(\) takes 1 positional .* step\(metrics={'auc': 0\.7}\)"),
-        (lambda manager: manager.step(step=7), r"'step': omit it: step\(\) counts by itself"),
+        (lambda manager: manager.step(step=7), r"'step': omit it: step\(\) counts automatically"),
         (lambda manager: manager.restore(step=1, strict=False), r"'strict': write load_conf={'strict': False}; a call"),
         (lambda manager: manager.restore("runs/x/ckpt_3"), r"found 'runs/x/ckpt_3': .* load_model_bank\("),
     ],
@@ -125,7 +125,7 @@ def test_a_saver_answers_too_and_an_error_of_a_call_that_fits_is_left_as_it_is(t
     with pytest.raises(AttributeError, match="no attribute 'ReadOnlyManager': CheckpointReader and follow read rows"):
         _ = recckpt.ReadOnlyManager
     model = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match=r"Saver\(\) got .*'dirpath': write output_dir=.* would do is Saver\("):
+    with pytest.raises(TypeError, match=r"Saver\(\) got .*'dirpath': write output_dir=.* works is Saver\("):
         Saver(model, dirpath=tmp_path)
     with pytest.raises(TypeError, match=r"found a list: CheckpointManager\.attach takes several"):
         Saver(model, [torch.optim.Adam(model.parameters())], str(tmp_path))
@@ -161,8 +161,8 @@ def test_what_the_answers_name_is_there(tmp_path):
 
 
 CALLS = [
-    ((1000, 16), {}, "HashTable() takes 2 positional arguments but 3 were given; a call that would do is HashTable(16"),
-    ((16,), {}, "HashTable() missing 1 required keyword-only argument: 'name'; a call that would do is HashTable(16"),
+    ((1000, 16), {}, "HashTable() takes 2 positional arguments but 3 were given; a call that works is HashTable(16"),
+    ((16,), {}, "HashTable() missing 1 required keyword-only argument: 'name'; a call that works is HashTable(16"),
     ((), {"num_embeddings": 9, "embedding_dim": 4, "name": "t"}, "'num_embeddings': omit it: a table grows"),
     ((16,), {"name": "t", "padding_idx": 3}, "'padding_idx': write padding_id, which may be any int64; a call"),
     (
@@ -170,9 +170,9 @@ CALLS = [
         {"name": "t", "max_norm": 1.0, "norm_type": 2.0},
         "'max_norm', 'norm_type': recckpt.sparse.clip_grad",
     ),
-    ((16,), {"name": "t", "sparse": True}, "'sparse': omit it: gradients are of the rows of a batch"),
+    ((16,), {"name": "t", "sparse": True}, "'sparse': omit it: gradients have only a batch's rows"),
     ((16,), {"name": "t", "_weight": torch.zeros(1000)}, "'_weight': write HashTable.from_embedding(module, name=...)"),
-    ((16,), {"name": "t", "padding": 0}, "argument 'padding'; did you mean 'padding_id'?; a call that would do is"),
+    ((16,), {"name": "t", "padding": 0}, "argument 'padding'; did you mean 'padding_id'?; a call that works is"),
 ]
 
 
@@ -182,7 +182,7 @@ def test_arguments_of_an_embedding_are_answered_with_the_call_to_write(args, opt
         HashTable(*args, **options)
     assert answer in str(caught.value)
     assert len(str(caught.value)) < 400
-    assert isinstance(eval(str(caught.value).split("would do is ")[1].split(", with")[0]), HashTable)
+    assert isinstance(eval(str(caught.value).split("works is ")[1].split(", with")[0]), HashTable)
 
 
 def test_a_sharded_table_answers_under_its_own_name():
