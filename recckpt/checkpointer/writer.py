@@ -187,8 +187,8 @@ class StoreBarrier(Barrier):
 class CheckpointWriter:
     """Writes ``<path>/checkpoint_<rank>.pt``, completely or not at all.
 
-    The order of a save: make bytes durable under another name, ``pre_commit``, all ranks agree, rename to the final
-    name, all ranks agree, ``post_commit``, all ranks agree.
+    The order of a save: make bytes durable under another name, ``pre_commit``, all ranks agree, put the file in
+    place, all ranks agree, ``post_commit``, all ranks agree.
 
     Args:
         rank_info: this rank.

@@ -79,7 +79,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
     step = _step(extra.pop("global_step", None), files)
     state = load_torch_dict(files, _MODEL) if _MODEL in files.names else {}
     for name in [name for name in state if _OF_FILTERS.fullmatch(name)]:
-        left.append(LeftOut(f"{_MODEL} {name}", "counts steps for an id filter of RecIS"))
+        left.append(LeftOut(f"{_MODEL} {name}", "counts steps for a filter of RecIS"))
         del state[name]
     dense, values = split_values(state, files.path(_MODEL))
     slots = {table.name: [slot.name for slot in table.slots] for table in tables}
