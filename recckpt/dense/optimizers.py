@@ -344,9 +344,10 @@ class NamedOptimizer:
         return not self._is_table(parameter)
 
     def _states_of_tables(self) -> dict[int, Any]:
-        live = [(i, one) for i, (_, one) in enumerate(self._flat()) if self._is_table(one)]
+        # As torch does, number a parameter that is listed twice by its last place.
+        live = {id(one): (i, one) for i, (_, one) in enumerate(self._flat()) if self._is_table(one)}
         own = updater(self.optimizer).state if live else {}
-        return {i: own[one] for i, one in live if one in own}
+        return {i: own[one] for i, one in live.values() if one in own}
 
     def _flat(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((names[0], one) for group in self._named_groups() for names, one in group)

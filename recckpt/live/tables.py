@@ -16,7 +16,7 @@ from recckpt.errors import LiveTableError
 from recckpt.live.attached import FINGERPRINTS, HOOKED, AttachedTable, FoundTable
 from recckpt.live.boxes import AbsentTable, local_of
 from recckpt.parallel.ranks import Ranks
-from recckpt.sparse.optim.optimizer import plain
+from recckpt.sparse.optim.optimizer import SparseOptimizer, plain
 from recckpt.sparse.split import load_dense
 from recckpt.text import Table, count
 from recckpt.text import plain as as_text
@@ -328,6 +328,8 @@ class RowOptimizers:
         own = self._sparse_optim.param_groups if self._sparse_optim is not None else []
         for now, before in zip(own, groups, strict=False):
             now.update({key: value for key, value in before.items() if key != "params"})
+        if isinstance(self._sparse_optim, SparseOptimizer):
+            self._sparse_optim.declare_slots()
         for group in groups[len(own) :]:
             [name] = group["tables"]
             self._tables[name].live.finish({}, {key: value for key, value in group.items() if key != "tables"})

@@ -235,10 +235,7 @@ class TorchEmbedding:
             set_step(self._optimizer, self.weight, int(scalars["step"]))
         group = self._group
         for key in group.keys() & settings.keys() - {"params"}:
-            if isinstance(group[key], Tensor):  # lr may be a tensor, for a compiled step
-                group[key].fill_(settings[key])
-            else:
-                group[key] = settings[key]
+            group[key] = _set(group[key], settings[key])
         self._make_state()
         if settings and self._rule is not None and group:
             for key in {*self._rule.others} - {*self._rule.keys(group)}:  # states that the new settings do not have
@@ -259,6 +256,13 @@ class TorchEmbedding:
     def _group(self) -> dict[str, Any]:
         weight, groups = self.weight, self._optimizer.param_groups if self._optimizer is not None else ()
         return next((group for group in groups if any(one is weight for one in group["params"])), {})
+
+
+def _set(setting: Any, value: Any) -> Any:
+    """Return a setting with a saved value; a tensor is filled, as ``lr`` and ``betas`` may be for a compiled step."""
+    if isinstance(setting, Tensor):
+        return setting.fill_(value)
+    return tuple(map(_set, setting, value)) if isinstance(setting, tuple) else value
 
 
 class DTensorEmbedding(TorchEmbedding):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +16,14 @@ from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.live.optimizer_slots import DECAY
 from recckpt.live.tables import RowOptimizers
 from recckpt.load.live_state import LiveState
-from recckpt.sparse.optim.optimizer import TableParameter, plain
+from recckpt.sparse.optim.optimizer import SparseOptimizer, TableParameter, plain
 from recckpt.text import first_few
 
 log = logging.getLogger("recckpt")
 
 _NO_SETTINGS = {"params", "tables", NAMES, SHAPES, "initial_lr"}  # the last is what schedulers note in a group
 _KEPT, _REPLACED = (lambda each: "{} {}, not {}".format(*each)), (lambda each: "{} {} -> {}".format(*each))
-_RATES = ("base_lrs", "max_lrs", "min_lrs")  # from which torch's schedulers compute learning rates, one per group
+_RATES = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums")  # of torch's schedulers, one per group
 
 
 class HyperParameters:
@@ -65,6 +66,8 @@ class HyperParameters:
                 own = {**before, "params": now["params"]}
                 now.clear()
                 now.update(own)
+            if isinstance(optimizer, SparseOptimizer):
+                optimizer.declare_slots()
         for name, schedules in self._schedules.items():
             if name in loaded and (self.kept or self._is_alone(schedules[0][0], loaded)):
                 _keep_rates(schedules)
@@ -112,6 +115,11 @@ def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None
             else:
                 group["lr"] = float(base) * factor
     outer._last_lr = [plain(group["lr"]) for group in outer.optimizer.param_groups]
+    for scheduler, _ in schedules:
+        if getattr(scheduler, "cycle_momentum", False) and scheduler.last_epoch >= 0:
+            with warnings.catch_warnings():  # of a call outside of step()
+                warnings.simplefilter("ignore")
+                scheduler.get_lr()  # also sets the momentum or betas of its place
 
 
 def _comparable(value: Any) -> Any:

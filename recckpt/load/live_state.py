@@ -33,6 +33,7 @@ from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.files.table_target import LoadTarget, target_of
 from recckpt.sparse.split import parameters_of, state_of
+from recckpt.text import first_few
 from recckpt.types import EMBEDDING, GEOMETRY, SavableTable, SlotSpec
 
 _MATERIALIZE = (
@@ -174,6 +175,8 @@ def check_live(
             check = _check_room if table.is_by_id else _check_length
             check(source, item, table, problems)
     _check_foreign(live, sources, items, problems)
+    for source in sources:
+        _check_untrained(live, source, problems)
 
 
 def _check_positions(live: LiveState, source: LocatedCheckpoint, name: str, problems: Problems) -> None:
@@ -247,6 +250,24 @@ def _check_foreign(
             found = f"only {', '.join(sorted(slots))}, or converted"
             for number in sorted({item.offer for item in slots.values() if item.offer is not None}):
                 problems.misfit(sources[number].entry, name, found, expected)
+
+
+def _check_untrained(live: LiveState, source: LocatedCheckpoint, problems: Problems) -> None:
+    """Warn if a resume has optimizer states of parameters that no optimizer trains here, as of a group added later."""
+    saved = [text.rpartition("@") for text in source.checkpoint.manifest.names.dense_opt if source.entry.is_own]
+    if not saved:
+        return
+    names = {name for optimizer in live.optimizers.values() for of_one in optimizer.names for name in of_one}
+    of_tables = {id(weight) for weight in live.live_tables.weights_with_states()}
+    untrained = {name for name, one in parameters_of(live.model) if name not in names and id(one) not in of_tables}
+    known = [(name, by) for name, _, by in saved if name in untrained and by in live.optimizers]
+    left = [state.text for state in (state_name(*each) for each in known) if source.entry.wants(state)]
+    if left:
+        text = (
+            f"{source.label} has optimizer states of parameters that no registered optimizer has here: "
+            f"{first_few(left)}; add them, as by add_param_group, before it is loaded, or their state starts fresh"
+        )
+        problems.warn(source.entry, text)
 
 
 def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource]) -> None:

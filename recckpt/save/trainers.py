@@ -59,6 +59,10 @@ _STRANGE = (
     "register_for_checkpointing('weights', torch.nn.ParameterList(parameters)) before restore(), or make the saver of "
     "a module that has them too"
 )
+_INSIDE = (
+    "registered optimizer {!r} steps another one, its {}, whose state its own state_dict() lacks: a resume starts that "
+    "from scratch; call register_for_checkpointing('{}', optimizer.{}) before restore()"
+)
 _savers = weakref.WeakValueDictionary[int, "Trainers"]()  # of this process, by id; listed while another thread adds
 
 
@@ -179,6 +183,8 @@ class Trainers:
             self._warn_of_dense(names, resting)
             for name in scheduled:
                 self._warn(("scheduled", name), _SCHEDULED.format(name))
+            for name, attribute in self._inside(extras):
+                self._warn(("inside", name, attribute), _INSIDE.format(name, attribute, attribute, attribute))
             for name, number in strange.items():
                 self._warn(("strange", name), _STRANGE.format(name, plural(number, "parameter")))
             self._warn_of_tables(trained, piled)
@@ -253,6 +259,18 @@ class Trainers:
         of_schedulers = (one for obj in _objects() for one in scheduled_by(obj))
         known = {id(one) for scheduled in of_schedulers for one in parts_of(*layers(scheduled))}
         return tuple(name for name in left if known.isdisjoint(map(id, layers(optimizers[name]))))
+
+    def _inside(self, extras: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield (name, attribute) of optimizers inside registered ones, as of SAM, whose state is saved nowhere."""
+        known, of_tables = set(map(id, _objects())), {id(weight) for weight in self._live_tables.weights_with_states()}
+        for name, outer in self._registered().items():
+            for attribute, one in vars(outer).items():
+                if isinstance(one, Optimizer) and id(one) not in known:
+                    own = ((key, state) for key, state in one.state.items() if isinstance(state, Mapping))
+                    kinds = {frozenset(s) for key, s in own if isinstance(key, Tensor) and id(key) not in of_tables}
+                    saved = set(map(frozenset, _mappings_in(extras.get(name)))) if kinds else set()
+                    if any(not any(kind <= each for each in saved) for kind in kinds):
+                        yield name, attribute
 
     def _strange(self) -> dict[str, int]:
         """Return how many unsaved parameters each registered optimizer has trained."""

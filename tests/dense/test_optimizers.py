@@ -11,6 +11,7 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.dense.optimizers import NAMES, SHAPES, NamedOptimizer, is_named, states_by_name
 from recckpt.errors import StateMismatchError
+from recckpt.live import live_tables
 from recckpt.sparse import HashTable, SparseAdam
 
 OPTIMIZERS = {
@@ -124,6 +125,22 @@ def test_groups_may_be_reordered_split_and_merged():
         assert all(group["weight_decay"] == 0.5 for group in other.param_groups)
         names = {name for name, state in states(other, model).items() if state}
         assert {name: states(optimizer, model)[name] for name in names} == {n: states(other, model)[n] for n in names}
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_live_table_that_is_listed_twice_as_a_tied_weight_leaves_nothing_behind_in_the_state(tmp_path):
+    def made():
+        model = nn.ModuleDict({"words": nn.Embedding(20, 3), "top": nn.Linear(3, 20)})
+        model["top"].weight = model["words"].weight
+        optimizer = trained(model, torch.optim.Adam([*model["words"].parameters(), *model["top"].parameters()]))
+        saver = Saver(model, output_dir=tmp_path, tables=live_tables(model, optimizer, min_rows=1))
+        saver.register_for_checkpointing("optim", optimizer)
+        return saver, optimizer
+
+    made()[0].save("1")
+    saver, optimizer = made()
+    saver.load()
+    assert all(isinstance(key, nn.Parameter) for key in optimizer.state)
 
 
 def test_a_group_of_new_parameters_keeps_its_own_settings():

@@ -34,6 +34,22 @@ def test_steps_and_settings_are_restored(tmp_path, rule, n_before):
     assert_same(run.state(), state)
 
 
+def test_settings_that_are_tensors_stay_tensors_and_take_the_saved_values(tmp_path):
+    def made(lr, beta):
+        model = nn.ModuleDict({"word": nn.Embedding(20, DIM)})
+        betas = torch.tensor(beta), torch.tensor(0.75)
+        optimizer = optim.Adam(model.parameters(), lr=torch.tensor(lr), betas=betas, foreach=False)
+        return Saver(model, output_dir=tmp_path, tables=live_tables(model, optimizer, min_rows=1)), optimizer
+
+    made(0.5, 0.25)[0].save("a")
+    saver, optimizer = made(0.125, 0.5)
+    group = optimizer.param_groups[0]
+    own = group["lr"], *group["betas"]
+    saver.load()
+    assert all(a is b for a, b in zip((group["lr"], *group["betas"]), own, strict=True))
+    assert [float(each) for each in own] == [0.5, 0.25, 0.75]
+
+
 @mostly_slow()
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rule", OPTIMIZERS)

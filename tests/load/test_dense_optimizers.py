@@ -10,6 +10,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.live import live_tables
 
 LAYERS = ("dense1", "dense2", "head")
 
@@ -373,3 +374,36 @@ def test_what_a_load_does_grows_with_the_parameters_and_not_with_their_square(tm
         saver.save("c")
         counts.append(calls_of(saver.load))
     assert counts[2] < 8 * counts[1]
+
+
+@pytest.mark.parametrize("is_table", [False, True])
+def test_a_resume_says_whose_state_was_saved_though_no_optimizer_has_them_here(tmp_path, is_table):
+    """As where a group of layers that were frozen at first is added behind the restore."""
+
+    def made():
+        model = nn.ModuleDict({"words": nn.Embedding(20, 3).requires_grad_(False), "head": nn.Linear(3, 1)})
+        optimizer = torch.optim.Adam(model["head"].parameters())
+        tables = live_tables(model, optimizer, min_rows=1) if is_table else None
+        saver = Saver(model, output_dir=tmp_path, tables=tables)
+        saver.register_for_checkpointing("dense_optim", optimizer)
+        return model, optimizer, saver
+
+    def thawed(model, optimizer):
+        optimizer.add_param_group({"params": list(model["words"].requires_grad_(True).parameters())})
+
+    def about_states(saver):
+        return [text for text in saver.load().warnings if "no registered optimizer has here" in text]
+
+    model, optimizer, saver = made()
+    thawed(model, optimizer)
+    model["head"](model["words"](torch.arange(20))).sum().backward()
+    optimizer.step()
+    saver.save("1")
+    assert about_states(saver) == []
+    model, optimizer, late = made()
+    [warning] = about_states(late)
+    assert "'words.weight@dense_optim'; add them, as by add_param_group, before it is loaded" in warning
+    thawed(model, optimizer)
+    assert about_states(late) == []
+    bank = {"path": str(tmp_path), "load": ["dense"]}
+    assert not any("no registered" in text for text in made()[2].load_by_config([bank]).warnings), "of another run"

@@ -13,7 +13,7 @@ from recckpt import CheckpointManager, Saver
 from recckpt.errors import LoadConfError
 from recckpt.live import live_tables
 from recckpt.load.inventory import list_inventory, listed_inventory
-from recckpt.sparse import HashTable, SparseAdam
+from recckpt.sparse import HashTable, SparseAdagrad, SparseAdam
 
 
 class Run:
@@ -119,7 +119,7 @@ SCHEDULES = {
     "restarts": partial(schedules.CosineAnnealingWarmRestarts, T_0=4),
     "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 3 * optimizer.param_groups[0]["lr"], total_steps=20),
     "cyclic": lambda optimizer: schedules.CyclicLR(
-        optimizer, optimizer.param_groups[0]["lr"], 4 * optimizer.param_groups[0]["lr"], 3, cycle_momentum=False
+        optimizer, optimizer.param_groups[0]["lr"], 4 * optimizer.param_groups[0]["lr"], 3
     ),
     "sequence": sequence,
     "chain": lambda optimizer: schedules.ChainedScheduler(
@@ -146,6 +146,36 @@ def test_kept_rates_follow_the_schedule_from_the_place_that_was_loaded(tmp_path,
         ]
         run.step()
         straight.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("name", ["one cycle", "cyclic"])
+def test_kept_betas_follow_a_schedule_that_moves_them_too(tmp_path, name):
+    old, straight = Run(tmp_path / "run", 0.1, SCHEDULES[name]), Run(tmp_path / "straight", 0.02, SCHEDULES[name])
+    for _ in range(3):
+        old.step()
+        straight.step()
+    run = Run(tmp_path / "run", 0.02, SCHEDULES[name])
+    run.manager.restore(hyper_parameters="keep")
+    for one, other in ((run.dense, straight.dense), (run.sparse, straight.sparse)):
+        assert one.param_groups[0]["betas"] == other.param_groups[0]["betas"] != (0.9, 0.999)
+
+
+@pytest.mark.parametrize("has_live", [False, True])
+@pytest.mark.parametrize(("how", "first"), [("load", 0.5), ("keep", 0.25)])
+def test_new_rows_begin_with_the_first_sum_of_the_settings_that_the_run_has_then(tmp_path, how, first, has_live):
+    def made(value):
+        model = nn.ModuleDict({"user": HashTable(2, name="user"), "word": nn.Embedding(10, 2, sparse=True)})
+        words = torch.optim.SparseAdam(model["word"].parameters()) if has_live else ()
+        tables = live_tables(model, words, min_rows=1) if has_live else None
+        sparse = SparseAdagrad([model["user"]], initial_accumulator_value=value)
+        return model["user"], CheckpointManager(Saver(model, sparse, str(tmp_path), tables=tables), 1)
+
+    made(0.5)[1].step()
+    user, manager = made(0.25)
+    manager.restore(hyper_parameters=how)
+    user(torch.arange(1))
+    assert user.slots["sparse_adagrad_sum"].tolist() == [[first, first]]
 
 
 def test_a_schedule_by_what_was_measured_or_made_after_the_restore_begins_at_the_kept_rate(tmp_path):

@@ -374,6 +374,39 @@ def test_a_scheduler_that_is_not_registered_is_said_once_and_a_restore_says_it_t
     assert any(f"lacks the place in the schedule of the learning rate of '{of}'" in line for line in said())
 
 
+class Sharpness(torch.optim.Optimizer):
+    """As the SAM that most programs copy: it steps an optimizer of its own, whose moments its state dict lacks."""
+
+    def __init__(self, params, base):
+        super().__init__(params, {})
+        self.base_optimizer = base(self.param_groups, lr=0.1)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old_p"] = parameter.clone()
+        self.base_optimizer.step()
+
+
+def test_an_optimizer_inside_another_whose_state_is_saved_nowhere_is_said_until_it_is_registered(tmp_path, said):
+    def run(path, base, *, is_whole):
+        model = nn.ModuleDict({"dense": nn.Linear(2, 1)})
+        outer, saver = Sharpness(model.parameters(), base), Saver(model, output_dir=path)
+        saver.register_for_checkpointing("sam", outer)
+        if is_whole:
+            saver.register_for_checkpointing("base_optimizer", outer.base_optimizer)
+        for name in "12":
+            step_dense(model, outer)
+            saver.save(name)
+
+    run(tmp_path / "sgd", torch.optim.SGD, is_whole=False)
+    run(tmp_path / "whole", torch.optim.Adam, is_whole=True)
+    assert said() == []
+    run(tmp_path / "left", torch.optim.Adam, is_whole=False)
+    only(said(), "registered optimizer 'sam' steps another one, its base_optimizer, whose state its own state_dict()")
+
+
 class HalfPrecision(torch.optim.Optimizer):
     """A wrapper without groups that trains copies of the parameters, as SafeFP16Optimizer of pytorch-optimizer."""
 

@@ -388,6 +388,12 @@ class SparseOptimizer(Optimizer):
             }
         )
 
+    def declare_slots(self) -> None:
+        """Declare all slots again, because the groups may have other settings now, from which new rows begin."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._add_slots(parameter.table, options(group))
+
     def __getstate__(self) -> dict[str, Any]:
         self._count_steps()
         return {

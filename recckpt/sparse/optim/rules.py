@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,6 +181,10 @@ class _Adagrad(SparseOptimizer):
         table.add_slot(self.slot_names[0], shape, dtype, group["initial_accumulator_value"])
         if self._squares_by_rank:
             table.pending_gradients.keep_squares()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.declare_slots()  # new rows begin with the initial value that was loaded
 
     def _apply(self, weights: Tensor, taken: RowGradients, slots: list[Tensor], step: int, group: Group) -> None:
         grads = -taken.grads if group["maximize"] else taken.grads

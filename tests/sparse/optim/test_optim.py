@@ -576,6 +576,15 @@ def test_what_a_scheduler_keeps_in_the_groups_survives():
     assert optimizer.param_groups[0]["initial_lr"] == 0.1
 
 
+def test_new_rows_begin_with_the_value_that_was_loaded():
+    old = SparseAdagrad([table_of("a")], initial_accumulator_value=0.5)
+    table = table_of("a")
+    optimizer = SparseAdagrad([table])
+    optimizer.load_state_dict(old.state_dict())
+    table(torch.tensor([1_000_000]))
+    assert table.slots["sparse_adagrad_sum"][-1].tolist() == [0.5] * DIM
+
+
 def test_all_missing_and_unexpected_tables_and_another_rule_are_named_and_nothing_changes():
     optimizer = SparseAdam([table_of(name) for name in "abc"])
     other = SparseAdam([table_of(name) for name in "bxy"], lr=0.5)
