@@ -330,11 +330,13 @@ class NamedOptimizer:
 
     def _state_dict(self) -> dict[str, Any]:
         state, tables = self.optimizer.state_dict(), self._states_of_tables()
-        return {**state, "state": {i: one for i, one in state["state"].items() if i not in tables}} if tables else state
+        if not tables or "state" not in state:  # a wrapper may have a form of its own, which is left whole
+            return state
+        return {**state, "state": {i: one for i, one in state["state"].items() if i not in tables}}
 
     def _give(self, state: dict[str, Any], load: Callable[[dict[str, Any]], object]) -> None:
         tables = self._states_of_tables()
-        if tables:
+        if tables and "state" in state:
             others = {key: values for key, values in state["state"].items() if type(key) is not int}
             numbered = {index: state["state"][index] for index in state["state"].keys() - others.keys()} | tables
             state = {**state, "state": {**others, **dict(sorted(numbered.items()))}}

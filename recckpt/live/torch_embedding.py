@@ -19,6 +19,7 @@ from recckpt.live.torch_rules import TorchRule, make_state, set_step
 from recckpt.live.writes import WeakDoor, WriteGuard, is_capturing, outside_graphs
 from recckpt.parallel.ranks import rank_and_size
 from recckpt.sparse.table.checks import spec_of
+from recckpt.text import first_few
 from recckpt.types import EMBEDDING, Box, Door, SlotSpec
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
@@ -183,13 +184,22 @@ class TorchEmbedding:
     def prepare(self) -> None:
         """Check for unannounced writes, and make the states that a new weight or setting needs.
 
-        Raises LiveTableError if the module now has another weight, which its optimizer does not train.
+        Raises LiveTableError if the module now has another weight, which its optimizer does not train, or if other code
+        keeps state in the optimizer.
         """
         if self._optimizer is not None and not self._group:
             raise LiveTableError(
                 f"table {self.name!r}: its module now has a weight that {type(self._optimizer).__name__} does not "
                 "train: give the optimizer this weight, or close() the live tables and call live_tables again"
             )
+        if self._rule is not None:
+            own = [*self._rule.keys(self._group), *self._rule.others, "step"]
+            if others := [str(key) for key in self._state if key not in own]:
+                raise LiveTableError(
+                    f"table {self.name!r}: other code keeps {first_few(others)} in the state of its "
+                    f"{type(self._optimizer).__name__}, which a live table does not save: keep it outside of the "
+                    "optimizer, or leave the table dense by exclude="
+                )
         self._announcer.guard.settle()
         self._make_state()
 

@@ -143,6 +143,41 @@ def test_a_live_table_that_is_listed_twice_as_a_tied_weight_leaves_nothing_behin
     assert all(isinstance(key, nn.Parameter) for key in optimizer.state)
 
 
+class Slow(torch.optim.Optimizer):
+    """A wrapper whose state has a form of its own, as Lookahead of pytorch-optimizer."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.count = optimizer, 0
+        self.param_groups = optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count, "inner": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        self.optimizer.load_state_dict(state["inner"])
+
+
+def test_a_wrapper_with_a_form_of_its_own_around_the_optimizer_of_a_live_table_is_saved_whole(tmp_path):
+    def made(seed):
+        model = nn.ModuleDict({"words": nn.Embedding(20, 3), "top": nn.Linear(3, 20)})
+        optimizer = trained(model, Slow(torch.optim.Adam(model.parameters())), seed=seed)
+        saver = Saver(model, output_dir=tmp_path, tables=live_tables(model, optimizer, min_rows=1))
+        saver.register_for_checkpointing("optim", optimizer)
+        return saver, optimizer, model
+
+    saver, old, model = made(0)
+    saver.save("1")
+    other, new, twin = made(1)
+    other.load()
+    assert (new.count, states(new.optimizer, twin)) == (old.count, states(old.optimizer, model))
+
+
 def test_a_group_of_new_parameters_keeps_its_own_settings():
     model = layers(a=(2, 3))
     saved = named(trained(model, torch.optim.Adam(model.parameters(), lr=0.1)), model).state_dict()

@@ -9,6 +9,7 @@ from support.sweeps import mostly_slow
 from torch import nn, optim
 
 from recckpt import CheckpointManager, Deltas, Saver
+from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
 from recckpt.policies import Choose
 from recckpt.sparse import HashTable, SparseAdagrad, SparseSGD
@@ -32,6 +33,16 @@ def test_steps_and_settings_are_restored(tmp_path, rule, n_before):
     run.train(2)
     run.saver.load(load_conf=None)
     assert_same(run.state(), state)
+
+
+def test_state_that_other_code_keeps_in_the_optimizer_of_a_table_is_refused(tmp_path):
+    model = nn.ModuleDict({"word": nn.Embedding(20, DIM)})
+    optimizer = optim.Adam(model.parameters())
+    saver = Saver(model, output_dir=tmp_path, tables=live_tables(model, optimizer, min_rows=1))
+    saver.save("a")
+    optimizer.state[model["word"].weight]["ema"] = torch.zeros(20, DIM)
+    with pytest.raises(LiveTableError, match=r"other code keeps 'ema' in the state of its Adam, .* by exclude="):
+        saver.save("b")
 
 
 def test_settings_that_are_tensors_stay_tensors_and_take_the_saved_values(tmp_path):
