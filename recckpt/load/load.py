@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.dense.data_loaders import load_rng
@@ -211,6 +212,8 @@ def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], s
     whole = {n for n, entry in enumerate(entries) if entry.hashtable_clear and entry.where == RowFilter()}
     for target in live.targets.values():
         target.forget_admitted(offers, whole)
+    if any(entry.is_own for entry in entries):
+        nn.Module.zero_grad(live.model)  # gradients of steps that a run went back from, as those of tables are gone
 
 
 def _apply(live: LiveState, other: OtherState, fill: Callable[..., Loaded], progress: Progress) -> Loaded:

@@ -44,6 +44,23 @@ def test_a_run_resumes_bit_for_bit_time_after_time(tmp_path):
     assert state_of(last.train(40 - last.manager.restore())) == expected
 
 
+@pytest.mark.parametrize("is_table", [False, True])
+def test_a_run_that_goes_back_before_a_step_has_no_gradients_of_it(tmp_path, is_table):
+    model = nn.ModuleDict({"words": nn.Embedding(20, 2), "user": HashTable(2, name="user"), "top": nn.Linear(2, 1)})
+    optimizers = [
+        SparseAdam([model["user"]]),
+        torch.optim.Adam([*model["words"].parameters(), *model["top"].parameters()]),
+    ]
+    tables = {"min_rows": 1} if is_table else None
+    manager = CheckpointManager.attach(model, optimizers, output_dir=tmp_path, save_interval=1, tables=tables)
+    ids = torch.arange(3)
+    manager.step()
+    manager.wait_until_finished()
+    (model["top"](model["words"](ids) + model["user"](ids)).sum() * torch.nan).backward()
+    manager.restore()
+    assert [one.grad for one in (*model.parameters(), model["user"])] == [None] * 5
+
+
 def test_a_run_resumes_from_an_object_store_bit_for_bit(tmp_path, memory_url):
     expected = state_of(Run(tmp_path, interval=5).train(20))
     Run(memory_url, interval=5).train(13)
