@@ -18,17 +18,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recckpt.dense.data_loaders import LoaderPosition, position_of
 from recckpt.dense.keyed_optimizer import KeyedOptimizer
-from recckpt.dense.optimizers import NamedOptimizer, ZeroOptimizer, give_state
+from recckpt.dense.optimizers import NamedOptimizer, ZeroOptimizer, give_state, schedulers_in
 from recckpt.dense.state_copy import MAPPINGS, Copy, as_it_is, portable
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM, is_encodable
-from recckpt.text import nearest
+from recckpt.text import first_few, nearest
 from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
 _LIBC = ctypes.CDLL(None)
 _CONTAINERS = (list, *MAPPINGS, set)
+_OF_SEVERAL = ("_schedulers", "_milestones")  # private keys of a scheduler's state that tell its kind
 _STATE_DICT = ("state_dict", "load_state_dict")
 
 _A_GENERATOR = (
@@ -195,6 +196,9 @@ class Registry:
     def _give(self, name: str, obj: Any, state: Any) -> None:
         pair = self._pair(obj)
         assert pair is not None
+        scheduler = next(schedulers_in(obj), None)
+        if scheduler is not None and isinstance(state, Mapping) and "last_epoch" in state:
+            _check_kind(name, scheduler, scheduler.state_dict(), state)
         with _refusals_named(name, obj, pair[1]):
             getattr(obj, pair[1])(state)
         if isinstance(obj, LoaderPosition) and obj.is_passed_by:
@@ -258,6 +262,25 @@ def _refusals_named(name: str, obj: Any, method: str) -> Iterator[None]:
     except Exception as error:
         refusal = f"{type(obj).__qualname__}.{method} refused it: {type(error).__name__}: {error}"
         raise StateMismatchError(f"the state of {name!r}", remedy=refusal) from error
+
+
+def _check_kind(name: str, scheduler: LRScheduler, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of a scheduler of another kind, which torch mixes with what the scheduler has by itself."""
+    here, there = (
+        {key for key in state if not key.startswith("_") or key in _OF_SEVERAL} - {"verbose"} for state in (own, saved)
+    )
+    if here - there and there - here:
+        found, expected = (first_few(sorted(keys)) for keys in (there - here, here - there))
+        load_conf = {"exclude": [name], "strict": True}
+        remedy = (
+            f"another kind of scheduler saved it: found {found}, expected {expected} of a {type(scheduler).__name__}; "
+            "register one of the same kind, or begin this schedule by "
+            f"restore(hyper_parameters='keep', load_conf={load_conf})"
+        )
+        raise StateMismatchError(f"the state of {name!r}", remedy=remedy)
+    inside = getattr(scheduler, "_schedulers", ())
+    for inner, *states in zip(inside, own.get("_schedulers", ()), saved.get("_schedulers", ()), strict=False):
+        _check_kind(name, inner, *states)
 
 
 def extra_registry(adapter: Callable[[Any], Any] = lambda obj: obj) -> Registry:

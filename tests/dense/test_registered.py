@@ -6,11 +6,13 @@ import pickle
 import random
 import re
 from collections import OrderedDict, defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from support.calls import calls_of
+from torch.optim import lr_scheduler as schedules
 
 from recckpt.dense.data_loaders import check_rng, dump_rng, load_rng
 from recckpt.dense.registered import extra_registry, io_registry
@@ -337,6 +339,37 @@ def test_a_schedule_by_milestones_goes_on_where_it_was():
     resumed.load_state_dict(registry.dump()["schedule"])
     assert resumed.milestones == ours.milestones
     assert type(resumed.milestones) is type(ours.milestones)
+
+
+STEP, COSINE = partial(schedules.StepLR, step_size=2), partial(schedules.CosineAnnealingLR, T_max=9)
+
+
+def two(optimizer, last=STEP):
+    parts = [schedules.LinearLR(optimizer, 0.5), last(optimizer)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[2])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        (STEP, COSINE, "'gamma', 'step_size'"),
+        (two, COSINE, "'_milestones'"),
+        (two, partial(two, last=COSINE), "'gamma'"),
+    ],
+    ids=["plain", "several", "inside"],
+)
+def test_the_state_of_another_kind_of_schedule_is_refused_and_changes_nothing(old, new, found):
+    def registered(make):
+        registry, optimizer = extra_registry(), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        registry.add("schedule", make(optimizer))
+        return registry
+
+    registry = registered(new)
+    before = copy.deepcopy(registry.dump())
+    with pytest.raises(StateMismatchError, match=f"another kind of scheduler saved it: found .*{found}.*'schedule'"):
+        load(registry, registered(old).dump())
+    assert registry.dump() == before
+    load(registry, registered(new).dump())
 
 
 @pytest.mark.parametrize(
