@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from inspect import signature
 from itertools import chain, count
 from typing import Any
 
@@ -41,6 +42,17 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer; of the inner one if the wrapper has none (``SafeFP16Optimizer``)."""
     own = (getattr(one, "param_groups", None) for one in layers(optimizer))
     return next((groups for groups in own if groups is not None), [])
+
+
+def counted_in_groups(optimizer: Any) -> set[str]:
+    """Return the entries of groups that training sets, as ``k`` of schedule-free optimizers: nobody can pass these.
+
+    A class that does not say what it takes, as of ``**kwargs`` for an optimizer inside it, has at most a ``step``.
+    """
+    one = updater(optimizer)
+    kinds = [kind for kind in type(one).__mro__ if issubclass(kind, Optimizer)]
+    settings = {name for kind in kinds for name in signature(kind.__init__).parameters}
+    return {_STEP, *(set(getattr(one, "defaults", ())) - settings if "lr" in settings else ())}
 
 
 def lineage_of(optimizer: Optimizer) -> Lineage:

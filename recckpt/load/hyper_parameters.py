@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recckpt.dense.optimizers import NAMES, SHAPES, groups_of, schedulers_in
+from recckpt.dense.optimizers import NAMES, SHAPES, counted_in_groups, groups_of, schedulers_in
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.live.optimizer_slots import DECAY
 from recckpt.live.tables import RowOptimizers
@@ -63,7 +63,9 @@ class HyperParameters:
                 optimizer.set_settings(groups)
                 continue
             for before, now in zip(groups, groups_of(optimizer), strict=True):
-                own = {**before, "params": now["params"]}
+                new = now.keys() - before.keys() - _NO_SETTINGS
+                counted = now.keys() & {"params", *counted_in_groups(optimizer), *new}
+                own = {**before, **{key: now[key] for key in counted}}
                 now.clear()
                 now.update(own)
             if isinstance(optimizer, SparseOptimizer):
@@ -75,13 +77,14 @@ class HyperParameters:
     def _differences(self, names: Iterable[str], keys: Collection[str] = ()) -> Iterator[tuple[str, Any, Any]]:
         """Yield (name, value of this run, loaded value) for these optimizers; only for ``keys`` if given."""
         for name, (optimizer, groups) in ((name, self._groups[name]) for name in names):
+            no_settings = _NO_SETTINGS | counted_in_groups(optimizer)
             for number, (before, now) in enumerate(zip(groups, groups_of(optimizer), strict=True)):
                 which = name
                 if len(groups) > 1:
                     tables = before.get("tables")
                     tables = tables or [one.table.name for one in before["params"] if isinstance(one, TableParameter)]
                     which = f"{name} of {first_few(tables)}" if tables else f"{name}[{number}]"
-                for key in (key for key in keys or before if key in before and key in now and key not in _NO_SETTINGS):
+                for key in (key for key in keys or before if key in before and key in now and key not in no_settings):
                     own, loaded = _comparable(before[key]), _comparable(now[key])
                     if own != loaded:
                         yield f"{which} {key}", own, loaded

@@ -18,6 +18,7 @@ from recckpt.dense.optimizers import (
     SHAPES,
     NamedOptimizer,
     Shared,
+    counted_in_groups,
     is_named,
     lineage_of,
     shape_of,
@@ -216,8 +217,23 @@ class _Composer:
                 self.notes.append(f"{self._name!r} starts fresh: {_ELSEWHERE}")
                 states = dict.fromkeys(states)
         shared = self._shared(settings)
+        if groups is None and any(states.values()):
+            groups = self._counted()
         is_loaded = states or groups is not None or shared is not None
         return self._optimizer.composed(states, groups, shared) if is_loaded else None
+
+    def _counted(self) -> list[dict[str, Any]] | None:
+        """Return what the saved groups count, as it goes with the states; None if not one source gives all of these."""
+        saved_at = self._saved_at()
+        if saved_at is None:
+            return None
+        saved: Any = self._value(self._sources[saved_at[0]], saved_at[1])
+        if not is_named(saved):
+            return None
+        known = {key for group in self._optimizer.optimizer.param_groups for key in group} | {"initial_lr"}
+        settings = known - counted_in_groups(self._optimizer.optimizer) - {NAMES}
+        groups = [{key: each for key, each in group.items() if key not in settings} for group in saved["param_groups"]]
+        return self._renamed(groups, self._sources[saved_at[0]])
 
     def _shared(self, settings: Planned) -> Shared | None:
         """Return the state shared by all parameters; None to keep the optimizer's own."""

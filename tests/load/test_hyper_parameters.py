@@ -104,6 +104,44 @@ def test_a_run_may_keep_its_own_and_goes_on_with_the_state(tmp_path, infos):
     run.step()
 
 
+class Counting(torch.optim.Adam):
+    """Counts in its groups, as schedule-free optimizers and those of pytorch-optimizer do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for group in (self.defaults, *self.param_groups):
+            group["k"] = 0
+
+    def step(self):
+        for group in self.param_groups:
+            group["k"], group["step"] = group["k"] + 1, group.get("step", 0) + 1
+        return super().step()
+
+
+def test_what_training_counts_in_the_groups_is_no_setting_that_a_run_keeps(tmp_path, infos):
+    def made(rate):
+        model = nn.Linear(2, 1)
+        optimizer = Counting(model.parameters(), rate)
+        return optimizer, CheckpointManager.attach(model, optimizer, output_dir=tmp_path, save_interval=1)
+
+    optimizer, manager = made(0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    manager.step()
+    manager.close()
+    optimizer, manager = made(0.2)
+    manager.restore(hyper_parameters="keep")
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["k"], group["step"]) == (0.2, 1, 1)
+    assert infos()[0].endswith("this run keeps its hyper-parameters: dense_optim lr 0.2, not 0.1")
+    manager.close()
+    optimizer, manager = made(0.2)
+    manager.saver.load_by_config([{"path": str(tmp_path)}])
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["k"], group["step"]) == (0.2, 1, 1), "a warm start has it with the moments"
+
+
 def sequence(optimizer):
     parts = [schedules.LinearLR(optimizer, 0.5, total_iters=2), schedules.ExponentialLR(optimizer, 0.9)]
     return schedules.SequentialLR(optimizer, parts, milestones=[2])
