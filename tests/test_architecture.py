@@ -313,6 +313,8 @@ SET_ON_OTHERS = {
     ("dense.data_loaders", "self._loader.iteration"),
     ("integrations.lightning", "stepped._optimizer"),
     ("integrations.lightning", "trainer.callbacks"),
+    ("integrations.lightning", "callback._restarting"),
+    ("integrations.lightning", "count.completed"),
     ("integrations.lightning", "epoch.restarting"),
     ("integrations.lightning", "fit._restarting"),
     ("integrations.transformers", "args.max_grad_norm"),

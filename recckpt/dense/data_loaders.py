@@ -41,6 +41,13 @@ class LoaderPosition:
         if self._base._initial_iter_for_state_dict:  # an unused iterator, made when accelerate asked for the state
             self._base.load_state_dict({})  # drops that iterator
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the position is behind a batch that could not be read."""
+        iterator = vars(self._base._iterator) if self._base._iterator is not None else {}
+        is_reading_here = not self._base.num_workers
+        return is_reading_here and iterator.get("_sampler_iter_yielded", 0) > iterator.get("_num_yielded", 0)
+
     def state_dict(self) -> dict[str, Any]:
         state = self._loader.state_dict()
         generators = {"begun": self._begun, "now": self._own_states()}

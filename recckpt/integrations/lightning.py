@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ try:
     from lightning.fabric.utilities.data import _set_sampler_epoch
     from lightning.fabric.utilities.types import _Stateful
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, GradientAccumulationScheduler
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 except ImportError as error:
@@ -22,6 +23,7 @@ except ImportError as error:
 from recckpt.dense.data_loaders import dump_rng, load_rng, position_of
 from recckpt.integrations.run_options import NONE, SavesRun, numbers_in
 from recckpt.manager.manager import CheckpointManager
+from recckpt.manager.resume import RestoreOptions
 from recckpt.sparse.optim import JointOptimizer, SparseOptimizer
 from recckpt.sparse.optim.joint import parts_of, refuse_accumulation
 from recckpt.types import is_hashtable
@@ -77,14 +79,24 @@ class LightningCallback(SavesRun, Callback):
         schedulers = {f"lr_scheduler_{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
         self.checkpoints = manager = self._manager_of(pl_module, optimizers, schedulers)
         manager.register_for_checkpointing("trainer", state := TrainerState(trainer), per_rank=trainer.world_size > 1)
+        finetunings = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]
+        of_trainer: RestoreOptions = {**self._restore, "load_conf": {"load": ["trainer", "global_step"]}}
+        if finetunings and manager.restore(**of_trainer):
+            for callback in finetunings:  # which give the optimizers the groups that are restored next
+                callback.on_fit_start(trainer, pl_module)
         is_resumed = manager.restore(**self._restore)
+        for callback in finetunings:
+            callback._restarting = False  # else they put back the learning rates of the beginning of their epochs
         self._rng = dump_rng() if is_resumed and not state.is_between_epochs else NONE
         if state.is_between_epochs and manager.epochs < trainer.current_epoch:  # its last step was saved, not its end
             manager.epoch()
         _leave(trainer)
         # After a resume, Lightning makes the iterator before it passes the epoch to samplers.
         vars(trainer.fit_loop)["_load_combined_loader_states"] = partial(_load_positions, trainer.fit_loop)
-        trainer.callbacks = [*trainer.callbacks, SavesLast(trainer, manager)]  # a new list: Lightning walks the old one
+        last = SavesLast(trainer, manager, state)
+        # Lightning calls this at the end of each batch, after all hooks and the batch's validation.
+        vars(trainer.fit_loop.epoch_loop)["update_lr_schedulers"] = partial(last.update_lr_schedulers, trainer)
+        trainer.callbacks = [*trainer.callbacks, last]  # a new list: Lightning walks the old one
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Restore the random generators, which starting loaders have advanced; join the optimizers."""
@@ -130,12 +142,13 @@ class LightningCallback(SavesRun, Callback):
 
 
 def _leave(trainer: Trainer) -> None:
-    """Remove from the trainer the callback and the loop method that this module added.
+    """Remove from the trainer the callbacks and the methods of loops that this module added.
 
     Lightning would treat a remaining ``SavesLast`` callback as a ``ModelCheckpoint``.
     """
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, SavesLast)]
     vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
+    vars(trainer.fit_loop.epoch_loop).pop("update_lr_schedulers", None)
 
 
 class _StepOfBoth(JointOptimizer):
@@ -178,6 +191,8 @@ def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -
 # Parts of a Lightning checkpoint that a saver saves separately, or that a resume does not read.
 _SAVED_ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")
 _HYPER_PARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
+# Parts that are added to it.
+_LENGTH, _METRICS, _FROZEN = "recckpt_batches_of_epoch", "recckpt_callback_metrics", "recckpt_frozen_parameters"
 
 
 class TrainerState:
@@ -189,7 +204,9 @@ class TrainerState:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.is_between_epochs = False  # whether the loaded loops were between epochs
+        self.is_between_epochs = False  # where the loops were that were loaded
+        self.length: float | None = None  # of the epoch that they were in, in batches
+        self.metrics: dict[str, Tensor] = {}  # that callbacks had
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's state; collective if a callback's or the strategy's state is collective in Lightning."""
@@ -210,11 +227,20 @@ class TrainerState:
             if batches["total"]["completed"] < batches["total"]["processed"]:
                 batches["total"]["completed"] += 1
                 fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+        elif _is_batch_failed(self._trainer.fit_loop):  # loaders are behind it, and so the loops have to be
+            for count in fit["epoch_loop.batch_progress"].values():
+                if isinstance(count, dict):
+                    count.update(dict.fromkeys(count, max(count["ready"], count["completed"] + 1)))
         elif 0 < fit["epoch_progress"]["current"]["started"] == fit["epoch_progress"]["current"]["processed"]:
             _undo_end_of_epoch(self._trainer, fit)
         for name in (*_SAVED_ELSEWHERE, *_HYPER_PARAMETERS):
             checkpoint.pop(name, None)
-        return {**checkpoint, **({"state_dict": put_in_place} if put_in_place else {})}
+        metrics = {name: value.detach().cpu() for name, value in self._trainer.callback_metrics.items()}
+        own: dict[str, Any] = {_LENGTH: self._trainer.num_training_batches, _METRICS: metrics}
+        if _is_finetuned(self._trainer):
+            parameters = self._trainer.lightning_module.named_parameters()
+            own[_FROZEN] = [name for name, parameter in parameters if not parameter.requires_grad]
+        return {**checkpoint, **own, **({"state_dict": put_in_place} if put_in_place else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state into the trainer's parts; ``on_load_checkpoint`` gets the restored weights."""
@@ -232,8 +258,13 @@ class TrainerState:
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_loops()
+        if _is_finetuned(trainer) and _FROZEN in state:
+            for name, parameter in trainer.lightning_module.named_parameters():
+                parameter.requires_grad_(name not in state[_FROZEN])
         self.is_between_epochs = _is_epoch_over(trainer)
-        if self.is_between_epochs:  # the next epoch begins as in an uninterrupted run
+        self.length = None if self.is_between_epochs else state.get(_LENGTH)
+        self.metrics = state.get(_METRICS, {})
+        if self.is_between_epochs:  # the next one begins as in an unbroken run
             fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
             epoch.restarting = fit._restarting = False
 
@@ -254,33 +285,67 @@ def _positions(loop: Any) -> list[Any]:
 
 
 class SavesLast(Checkpoint):
-    """Counts steps and epochs when ``ModelCheckpoint`` saves: after validation and after all callbacks of validation.
+    """Counts steps and epochs where all that belongs to them is done: hooks, validation, schedulers.
 
     Lightning calls ``Checkpoint`` callbacks at the end of an epoch after the module and ``EarlyStopping``; this
     callback must be the last of them.
     """
 
-    def __init__(self, trainer: Trainer, manager: CheckpointManager) -> None:
-        self._manager = manager
+    def __init__(self, trainer: Trainer, manager: CheckpointManager, resumed: TrainerState) -> None:
+        self._manager, self._resumed = manager, resumed
         self._stepped = trainer.global_step
-        self._is_step_open = False  # whether a step was made but not counted
+        self._is_batch_open = self._is_validated = False  # made, and its end is yet to come; validated by then
+        self._is_step_open = False  # made, and not counted yet
         self._has_stepped = False
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set what Lightning has no moment to set in a run that resumes; warn of batches of another size."""
+        trainer._logger_connector._callback_metrics.update(self._resumed.metrics)  # the sanity check has cleared them
+        if self._resumed.length not in (None, trainer.num_training_batches):
+            log.warning(
+                "resumed within an epoch that had %s batches when it was saved, and has %s now. Lightning counts "
+                "batches, so if their size has changed, this epoch may omit data, its validation and its schedulers: "
+                "resume with the batch size of before, and change it between two epochs",
+                self._resumed.length,
+                trainer.num_training_batches,
+            )
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):  # which it does when an epoch begins
+                callback.on_train_epoch_start(trainer)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count a step; if a validation or the end of the epoch follows, the step is counted after that instead."""
+        """Note a step, which is counted at the end of its batch."""
+        self._is_batch_open, self._is_validated = True, False
         if trainer.global_step != self._stepped:
             self._stepped = trainer.global_step
             self._is_step_open = self._has_stepped = True
-            if not _is_validation_next(trainer):
-                self._count_step(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the step before the validation."""
-        self._count_step(trainer)
+        """Note that the batch was validated."""
+        if not trainer.sanity_checking:
+            self._is_batch_open = self._is_validated = True
+
+    def update_lr_schedulers(self, trainer: Trainer, interval: str, update_plateau_schedulers: bool) -> None:
+        """Update as Lightning does, and then count the step, since Lightning calls this last for a batch.
+
+        Replaces a method of the epoch loop. A resume calls it once more for a batch that was saved, which is over.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        if not update_plateau_schedulers:
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers=False)
+        elif interval == "step" and self._is_batch_open:  # those of an epoch are updated in on_train_epoch_end
+            self._is_batch_open = False
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers=True)
+            if not _is_last_of_epoch(trainer):
+                with _as_resumed(loop, is_validated=self._is_validated):
+                    self._count_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the last step of an epoch, and the epoch unless training ends within it."""
-        self._count_step(trainer, is_last=True)
+        loop = trainer.fit_loop.epoch_loop
+        if loop._num_ready_batches_reached():  # Lightning would do so later, and after a resume not at all
+            type(loop).update_lr_schedulers(loop, "epoch", update_plateau_schedulers=True)
+        self._count_step(trainer)
         if _is_epoch_over(trainer):
             self._manager.epoch(metrics=numbers_in(trainer.callback_metrics))
 
@@ -317,10 +382,23 @@ class SavesLast(Checkpoint):
             log.warning("fit ended by %s: saved step %d, marked as emergency", error, manager.global_step)
         return None
 
-    def _count_step(self, trainer: Trainer, *, is_last: bool = False) -> None:
-        if self._is_step_open and (is_last or not _is_last_of_epoch(trainer)):
+    def _count_step(self, trainer: Trainer) -> None:
+        if self._is_step_open:
             self._is_step_open = False
             self._manager.step(metrics=numbers_in(trainer.callback_metrics))
+
+
+@contextmanager
+def _as_resumed(loop: Any, *, is_validated: bool) -> Iterator[None]:
+    """Count a batch as not completed, unless it was validated: as Lightning resumes from a save at its end."""
+    counts = () if is_validated else (loop.batch_progress.total, loop.batch_progress.current)
+    for count in counts:
+        count.completed -= 1
+    try:
+        yield
+    finally:
+        for count in counts:
+            count.completed += 1
 
 
 class _WithoutTables(_CheckpointConnector):
@@ -332,6 +410,17 @@ class _WithoutTables(_CheckpointConnector):
         state = super()._get_lightning_module_state_dict()
         self.weights = {name: value for name, value in state.items() if not is_hashtable(value)}
         return dict(self.weights)
+
+
+def _is_finetuned(trainer: Trainer) -> bool:
+    """Return whether a callback freezes parameters, which does not thaw again in a resumed run what it had thawed."""
+    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
+
+
+def _is_batch_failed(loop: Any) -> bool:
+    """Return whether a batch was given by the loaders, or taken from their samplers, and not processed."""
+    batches = loop.epoch_loop.batch_progress.current
+    return batches.ready > batches.processed or any(getattr(one, "has_failed", False) for one in _positions(loop))
 
 
 def _is_epoch_over(trainer: Trainer) -> bool:

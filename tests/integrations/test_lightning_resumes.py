@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from support.rank_processes import run_script
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -91,15 +91,15 @@ class Grows(pl.Callback):
 class Data(pl.LightningDataModule):
     """Has a state of its own."""
 
-    def __init__(self):
+    def __init__(self, batch_size=4):
         super().__init__()
-        self.batches = 0
+        self.batches, self.batch_size = 0, batch_size
 
     def loader(self, shuffle):
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(0, N_IDS, (4 * BATCHES,), generator=generator)
         data = TensorDataset(ids, torch.rand(len(ids), generator=generator))
-        return StatefulDataLoader(data, batch_size=4, shuffle=shuffle)
+        return StatefulDataLoader(data, batch_size=self.batch_size, shuffle=shuffle)
 
     def train_dataloader(self):
         return self.loader(shuffle=True)
@@ -119,14 +119,14 @@ class Data(pl.LightningDataModule):
         self.trainer.lightning_module.brought_back.append(("data", self.batches))
 
 
-def fit(path, *callbacks, killed=None, ckpt_path=None, **options):
+def fit(path, *callbacks, killed=None, ckpt_path=None, kind=Clicks, data=Data, **options):
     torch.manual_seed(0)
-    module = Clicks(killed)
+    module = kind(killed)
     given = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     given["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     trainer = pl.Trainer(callbacks=list(callbacks), default_root_dir=str(path), **{**given, **options})
     try:
-        trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=data(), ckpt_path=ckpt_path)
     except ChildProcessError:
         assert killed is not None
     return module, trainer
@@ -233,6 +233,122 @@ def test_a_trainer_has_its_own_callbacks_again_once_it_has_trained(tmp_path):
     trainer.fit(module, datamodule=Data())
     assert callback.checkpoints.global_step == 6
     assert trainer.checkpoint_callback is None
+
+
+class OnPlateaus(Clicks):
+    """Lowers its learning rate by what it has logged, each epoch or each few steps."""
+
+    scheduled = None
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.scheduled}}
+
+
+# How the scheduler is updated, steps between validations and between saves.
+SCHEDULED = {
+    "by epochs": ({"interval": "epoch", "monitor": "val"}, BATCHES, BATCHES),
+    "by epochs, from within one": ({"interval": "epoch", "monitor": "val"}, BATCHES, 5),
+    "by steps that are validated": ({"interval": "step", "frequency": 4, "monitor": "val"}, 4, 4),
+    "by steps": ({"interval": "step", "frequency": 2, "monitor": "loss_step"}, BATCHES, 6),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULED.values(), ids=SCHEDULED)
+def test_a_scheduler_that_waits_for_a_metric_goes_on_where_it_was(tmp_path, case, monkeypatch):
+    scheduled, validated, interval = case
+    monkeypatch.setattr(OnPlateaus, "scheduled", scheduled)
+    options = {"kind": OnPlateaus, "val_check_interval": validated, "max_epochs": 4, "num_sanity_val_steps": 0}
+
+    def schedule_of(trainer):
+        [config] = trainer.lr_scheduler_configs
+        return config.scheduler.state_dict()
+
+    _, whole = fit(tmp_path, **options)
+    for killed in (14, 22):
+        fit(tmp_path, ours(tmp_path / "ours", interval, async_save=False), killed=killed, **options)
+    _, resumed = fit(tmp_path, ours(tmp_path / "ours", interval), **options)
+    assert schedule_of(resumed) == schedule_of(whole)
+
+
+class Averages(Clicks):
+    """Does at the end of each batch what a checkpoint of its step must have."""
+
+    def __init__(self, killed=None):
+        super().__init__(killed)
+        self.register_buffer("average", torch.zeros_like(self.embedding.weight))
+
+    def on_train_batch_end(self, *_):
+        self.average.lerp_(self.embedding.weight.detach(), 0.1)
+
+
+class Frozen(Averages):
+    """Has an optimizer that gets the embedding when it is thawed."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.top.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+class Thaws(BaseFinetuning):
+    """Trains the embedding from the second epoch on."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.embedding)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.embedding, optimizer)
+
+
+def accumulates_later():
+    return GradientAccumulationScheduler({0: 1, 1: 3})
+
+
+CALLBACKS = {"alone": (Averages, []), "thaws": (Frozen, [Thaws]), "accumulates": (Averages, [accumulates_later])}
+
+
+@pytest.mark.parametrize(("kind", "callbacks"), CALLBACKS.values(), ids=CALLBACKS)
+def test_a_run_that_was_killed_within_its_second_epoch_ends_as_one_that_was_not(tmp_path, kind, callbacks):
+    def run(*saves, **options):
+        options |= {"kind": kind, "max_epochs": 3, "num_sanity_val_steps": 0}
+        return fit(tmp_path, *saves, *(make() for make in callbacks), **options)
+
+    whole, of_whole = run()
+    run(ours(tmp_path / "ours", 1, async_save=False), killed=10)
+    resumed, of_resumed = run(ours(tmp_path / "ours", 1))
+    assert of_resumed.global_step == of_whole.global_step
+    assert all(map(torch.equal, resumed.state_dict().values(), whole.state_dict().values()))
+
+
+def test_metrics_that_callbacks_look_for_are_those_of_a_run_that_never_ended(tmp_path):
+    def run(name, **options):
+        saves = ours(tmp_path / name, 3, async_save=False, max_keep=None)
+        fit(tmp_path, saves, EarlyStopping("val", patience=9), max_steps=BATCHES + 6, **options)
+        steps = list_checkpoints(str(tmp_path / name))
+        return [(one.step, one.state.get("val")) for one in steps]
+
+    run("ours", killed=BATCHES + 2)
+    assert run("ours") == run("whole") == [(3, None), (6, None), (9, 1.0), (12, 1.0), (14, 1.0)]
+
+
+def test_an_epoch_of_which_a_batch_has_failed_ends_with_its_validation_and_schedulers(tmp_path):
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    saves = ours(tmp_path / "ours", 3, save_on_exception=True)
+    fit(tmp_path, saves, killed=5, **options)
+    module, trainer = fit(tmp_path, saves, **options)
+    ends = [(step, what) for step, _, what, *_ in module.events if what in ("validated", "epoch ends")]
+    assert ends == [(7, "validated"), (7, "epoch ends"), (15, "validated"), (15, "epoch ends")]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
+
+
+def test_batches_of_another_size_within_an_epoch_are_warned_of(tmp_path, caplog):
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    fit(tmp_path, ours(tmp_path / "ours", 3, async_save=False), killed=4, **options)
+    fit(tmp_path, ours(tmp_path / "ours", 3), data=lambda: Data(batch_size=8), **options)
+    [warning] = [record.getMessage() for record in caplog.records if "batch size" in record.getMessage()]
+    assert warning.startswith(f"resumed within an epoch that had {BATCHES} batches when it was saved, and has 4 now")
 
 
 @pytest.mark.slow
