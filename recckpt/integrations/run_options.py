@@ -28,6 +28,10 @@ from recckpt.types import flag
 _COUNTED = {"event_time", "windows", "epochs"}  # counted by a manager
 NONE: Mapping[str, Any] = MappingProxyType({})
 _AS_SAVED: RestoreOptions = {}
+_NO_EXCEPTIONS = (
+    "this trainer does not report exceptions to callbacks: call callback.checkpoints.save(trainer.state.global_step) "
+    "where you catch the exception of train()"
+)
 GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or a function model -> optimizer
 
 
@@ -92,10 +96,7 @@ class SavesRun:
         self._restore, self._near = restore, near
         self._saves_on_exception = flag("save_on_exception", save_on_exception)
         if save_on_exception and not hasattr(self, "on_exception"):
-            raise ValueError(
-                f"{type(self).__name__}(save_on_exception=True): this trainer does not report exceptions to "
-                "callbacks: call callback.checkpoints.save() where you catch the exception of train()"
-            )
+            raise ValueError(f"{type(self).__name__}(save_on_exception=True): {_NO_EXCEPTIONS}")
         self._attach = partial(
             CheckpointManager.attach,
             output_dir=output_dir,

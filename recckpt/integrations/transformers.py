@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ class TransformersCallback(SavesRun, TrainerCallback):
         probe = Saver(nn.Module(), output_dir=self._output_dir, near=near, deltas=near is not None)
         probe.register_for_checkpointing(_TRAINER_STATE, state, per_rank=trainer.args.world_size > 1)
         manager = CheckpointManager(probe, self._save_interval)
-        if not manager.restore(load_conf={"load": [_TRAINER_STATE, "global_step"]}):
+        required = self._restore.get("required", False)
+        if not manager.restore(load_conf={"load": [_TRAINER_STATE, "global_step"]}, required=required):
             return None
         self._rng = dump_rng()
         self._resume_dir = tempfile.TemporaryDirectory(prefix="recckpt-resume-")
@@ -122,7 +124,7 @@ class TransformersCallback(SavesRun, TrainerCallback):
             manager.register_for_checkpointing("grad_scaler", optimizer.scaler)
         of_trainer = StateOfTrainer()
         manager.register_for_checkpointing(_TRAINER_STATE, of_trainer, per_rank=args.world_size > 1)
-        of_trainer.follow(state, self._trainer)
+        of_trainer.follow(state, self._trainer, manager)
         self._steps = StepCounter(manager)
         if state.global_step:
             # The trainer sets the generators once it has skipped the seen data.
@@ -143,6 +145,9 @@ class TransformersCallback(SavesRun, TrainerCallback):
                 "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), or pass another output_dir"
             )
 
+        if self._trainer is not None and state.global_step >= state.max_steps:  # the trainer would make one more step
+            vars(self._trainer)["_run_epoch"] = lambda **_: None
+
         if sparse is not None:
             self._tables = _TablesBeside(optimizer.optimizer, optimizer.scaler, sparse, _clip_in_place_of(args))
 
@@ -155,7 +160,7 @@ class TransformersCallback(SavesRun, TrainerCallback):
         """Clear the tables' gradients when the trainer clears the others; the step is counted later."""
         if self._tables is not None:
             self._tables.sparse.zero_grad()
-        self._steps.end_step()
+        self._steps.end_step(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps.count()
@@ -164,7 +169,6 @@ class TransformersCallback(SavesRun, TrainerCallback):
         self._steps.count()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps.count()
         if not (control.should_training_stop and state.epoch % 1):
             self._steps.end_epoch()
 
@@ -179,6 +183,8 @@ class TransformersCallback(SavesRun, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps.finish()
+        if self._trainer is not None:
+            vars(self._trainer).pop("_run_epoch", None)
         if self._tables is not None:
             self._tables.leave()
             args.max_grad_norm = vars(args).pop(_OWN_LIMIT, args.max_grad_norm)
@@ -239,15 +245,22 @@ class StateOfTrainer:
     def __init__(self) -> None:
         self._now: TrainerState | None = None
         self._trainer: Any = None
+        self._manager: CheckpointManager | None = None
         self.loaded: dict[str, Any] = {}
 
-    def follow(self, state: TrainerState, trainer: Any) -> None:
+    def follow(self, state: TrainerState, trainer: Any, manager: CheckpointManager) -> None:
         """Read the state from a trainer from now on; ``trainer`` is None if only its state is known."""
-        self._now, self._trainer = state, trainer
+        self._now, self._trainer, self._manager = state, trainer, manager
 
     def state_dict(self) -> dict[str, Any]:
-        if self._now is None:
+        if self._now is None or self._manager is None:
             return self.loaded
+        step, counted = self._now.global_step, self._manager.global_step
+        if step != counted:  # no run could resume from it
+            raise ValueError(
+                f"the trainer is at step {step}, and the manager at step {counted}: a step is counted when the next "
+                f"one begins; to save it before that, give its number: checkpoints.save({step})"
+            )
         state = asdict(self._now)
         if state["log_history"] and _SUMMARY in state["log_history"][-1]:
             state["log_history"].pop()
@@ -270,36 +283,43 @@ class StepCounter:
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager = manager
-        self._count: Callable[..., None] | None = None  # for the step or epoch that ended and is not counted
-        self._metrics: Mapping[str, Any] = NONE  # metrics of the step
+        self._counts: list[Callable[..., None]] = []  # of what has ended, and is not counted yet
+        self._metrics: Mapping[str, Any] = NONE  # of the step
         self._rng: Mapping[str, Any] = NONE
         self._has_stepped = False
 
-    def end_step(self) -> None:
+    def end_step(self, step: int) -> None:
         self._has_stepped, self._metrics = True, NONE
-        self._note(self._manager.step)
+        self._note(partial(self._count_step, step))
 
     def end_epoch(self) -> None:
         self._note(self._manager.epoch)
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        self._metrics = numbers_in(metrics)
-        if self._count is not None:
-            self._note(self._count)
+        """Add the metrics of an evaluation; with several datasets, there is one for each."""
+        self._metrics = {**self._metrics, **numbers_in(metrics)}
+        if self._counts:
+            self._rng = dump_rng()
 
     def count(self) -> None:
-        count, self._count = self._count, None
-        if count is not None:
+        counts, self._counts = self._counts, []
+        if counts:
             with generators_at(self._rng):
-                count(metrics=self._metrics)
+                for count in counts:
+                    count(metrics=self._metrics)
 
     def finish(self) -> None:
         self.count()
         if self._has_stepped:
             self._manager.save(metrics=self._metrics)
 
+    def _count_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._manager.global_step < step:  # else it was saved by hand, under this number
+            self._manager.step(metrics=metrics)
+
     def _note(self, count: Callable[..., None]) -> None:
-        self._count, self._rng = count, dump_rng()
+        self._counts.append(count)
+        self._rng = dump_rng()
 
 
 @contextmanager

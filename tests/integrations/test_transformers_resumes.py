@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from transformers.trainer_callback import ExportableState
 
 from recckpt import list_checkpoints, load_into
+from recckpt.errors import CheckpointNotFoundError
 from recckpt.integrations.transformers import TransformersCallback
 from recckpt.policies.when import EveryEpochs
 
@@ -125,7 +126,7 @@ def test_a_resumed_run_is_that_of_the_trainers_own_checkpoint(tmp_path, killed, 
         assert history(resumed) == history(whole)
         assert resumed.state.best_metric == whole.state.best_metric
         assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
-    assert counted(ours) == counted(theirs)
+    assert counted(ours) == counted(whole)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -159,6 +160,65 @@ def test_a_callback_whose_state_would_be_lost_is_refused(tmp_path):
     trainer = Trainer(Model(), args, train_dataset=Clicks(), callbacks=callbacks)
     with pytest.raises(ValueError, match=r"^Counts has a state .*callback\.resume_point\(trainer\)\), the first time"):
         trainer.train()
+
+
+@pytest.mark.parametrize("end", [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 1.5}], ids=["steps", "epochs"])
+def test_a_run_that_is_over_is_not_trained_further_when_it_is_started_again(tmp_path, end):
+    first, again = (fit(tmp_path, True, **end) for _ in range(2))
+    assert again.state.global_step == first.state.global_step
+    assert all(map(torch.equal, first.model.parameters(), again.model.parameters()))
+    longer = fit(tmp_path, True, max_steps=12)
+    assert longer.state.global_step == 12
+
+
+def test_an_epoch_whose_last_step_was_saved_has_its_evaluation_after_a_resume(tmp_path):
+    options = {"eval_strategy": "epoch", "patience": 2, "interval": STEPS}
+    whole = fit(tmp_path / "whole", True, **options)
+    fit(tmp_path / "ours", True, killed=STEPS + 2, **options)
+    ours = fit(tmp_path / "ours", True, **options)
+    assert history(ours) == history(whole)
+    [saved, *_] = list_checkpoints(str(tmp_path / "ours"))
+    assert saved.state["eval_scripted"] == LOSSES[STEPS // 2 - 1]
+
+
+class SavesByHand(TrainerCallback):
+    """Saves in the middle of a step's events, by its number or not."""
+
+    def __init__(self, callback, *numbers):
+        self.callback, self.numbers = callback, numbers
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.callback.checkpoints.save(*(state.global_step for _ in self.numbers))
+
+
+def trainer_with(path, *others, datasets=None, **options):
+    given = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 4, **options}
+    args = TrainingArguments(str(path), save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, **given)
+    return Trainer(Model(), args, train_dataset=Clicks(), eval_dataset=datasets or Clicks(), callbacks=list(others))
+
+
+def test_a_step_is_saved_by_hand_under_its_number_and_not_under_another(tmp_path):
+    callback = TransformersCallback(str(tmp_path), 100)
+    trainer = trainer_with(tmp_path, callback, SavesByHand(callback, "numbered"))
+    trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
+    assert [one.step for one in list_checkpoints(str(tmp_path))] == [4, 6]
+    callback = TransformersCallback(str(tmp_path / "other"), 100)
+    trainer = trainer_with(tmp_path, callback, SavesByHand(callback))
+    with pytest.raises(ValueError, match=r"^the trainer is at step 2, .* step 1: .*checkpoints\.save\(2\)$"):
+        trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
+
+
+def test_the_metrics_of_all_datasets_are_kept(tmp_path):
+    callback = TransformersCallback(str(tmp_path), 2)
+    trainer = trainer_with(tmp_path, callback, datasets={"old": Clicks(), "new": Clicks()})
+    trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
+    assert all({"eval_old_loss", "eval_new_loss"} <= {*one.state} for one in list_checkpoints(str(tmp_path)))
+
+
+def test_a_run_that_must_resume_is_refused_where_there_is_nothing(tmp_path):
+    callback = TransformersCallback(str(tmp_path), 2, restore={"required": True})
+    with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint"):
+        callback.resume_point(trainer_with(tmp_path, callback))
 
 
 @pytest.mark.slow
