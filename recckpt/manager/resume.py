@@ -364,6 +364,7 @@ class Resumable(OneProcess):
         """
         with self._turn():
             self._autosave.settle_on_all()
+            self._ranks().gather(None)  # raises here if other ranks save; else all would wait for the timeout
             self._saver.trainers.check_restore(is_logged=self._ranks().rank == 0)
             left = self._saver.removal.before_restore(self._ranks())
             yield

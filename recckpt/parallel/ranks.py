@@ -75,9 +75,9 @@ def _call() -> tuple[str, str]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if names and not module.startswith("recckpt."):
-            break
-        if module not in (__name__, answers_by.__module__):  # skip the wrappers of public calls
+        if module not in (__name__, answers_by.__module__, "contextlib"):  # skip the wrappers of public calls
+            if names and not module.startswith("recckpt."):
+                break
             names.append((module.rpartition(".")[2], frame.f_code.co_name))
         frame = frame.f_back
     return ".".join(names[0]), names[-1][1]

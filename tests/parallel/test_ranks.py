@@ -164,6 +164,18 @@ def test_ranks_that_are_in_different_calls_are_told_which_and_why_that_may_be(tm
     assert checkpoints(tmp_path / "run") == []
 
 
+def test_a_rank_that_restores_while_another_saves_says_so_at_once(tmp_path):
+    model = nn.Linear(1, 1)
+
+    def work(rank, connect):
+        saver = connect(Saver(model, output_dir=str(tmp_path / "run")))
+        manager = CheckpointManager(saver, 10, shard_id=rank, shard_num=2)
+        with pytest.raises(OtherCallError, match=r"^rank 1 is in save\(\) \(.*\), and rank 0 in restore\(\) "):
+            manager.save() if rank else manager.restore()
+
+    on_ranks(2, work)
+
+
 def test_a_rank_that_ends_while_others_step_makes_no_save_that_would_wait_for_them(tmp_path):
     model, seen = nn.Linear(1, 1), list[str]()
 
