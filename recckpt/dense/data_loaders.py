@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from recckpt.dense.state_copy import portable
 
-_GENERATORS = "recckpt_generators"  # key that is added to the state of a loader
+_GENERATORS, _HAS_ENDED = "recckpt_generators", "recckpt_has_ended"  # keys that are added to the state of a loader
 
 
 class LoaderPosition:
@@ -128,11 +128,48 @@ class LoaderPosition:
                 yield name, generator
 
 
+class NodesPosition:
+    """Wraps a ``Loader`` of ``torchdata.nodes`` so that its state says whether its iterator has ended.
+
+    Without that, a loader that gave its last batch begins a new epoch when it resumes, though a loop is yet to see the
+    end of the old one; and one that does not restart by itself resumes with an empty epoch after an epoch has ended.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._has_ended = loader, False
+        root = loader.root
+        self._next, self._reset = root.next, root.reset
+        root.next, root.reset = self._note_end, self._note_begin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._loader.state_dict(), _HAS_ENDED: self._has_ended}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self._loader.restart_on_stop_iteration = state.pop(_HAS_ENDED, self._loader.restart_on_stop_iteration)
+        self._loader.load_state_dict(state)
+
+    def _note_end(self) -> Any:  # replaces the root's own method, as the next does
+        try:
+            return self._next()
+        except StopIteration:
+            self._has_ended = True
+            raise
+
+    def _note_begin(self, initial_state: dict[str, Any] | None = None) -> None:
+        self._has_ended = False
+        self._reset(initial_state)
+
+
 def position_of(obj: Any) -> Any:
-    """Return a :class:`LoaderPosition` for a torchdata loader, and any other object unchanged.
+    """Return a wrapper for a loader of torchdata, and any other object unchanged.
 
     Call this before the loader makes an iterator, because only later iterators are tracked.
     """
+    nodes = sys.modules.get("torchdata.nodes")
+    if nodes is not None and isinstance(obj, nodes.Loader):
+        known = getattr(obj.root.next, "__self__", None)
+        return known if isinstance(known, NodesPosition) else NodesPosition(obj)
     if not is_stateful(obj):
         return obj
     known = getattr(_base(obj)._get_iterator, "__self__", None)

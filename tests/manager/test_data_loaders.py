@@ -209,3 +209,31 @@ def test_a_loader_of_torchdata_nodes_goes_on_where_it_was_and_is_saved_at_once_a
     third = Run(tmp_path, loader, seed=2)
     third.manager.saver.load(ckpt_id="again")
     assert third.train(1).seen == [[4, 5]]
+
+
+@pytest.mark.parametrize("interval", [1, EveryEpochs(1)], ids=["each step", "each epoch"])
+@pytest.mark.parametrize("restarts", [True, False])
+def test_epochs_of_a_loader_of_torchdata_nodes_have_each_batch_once_wherever_a_run_ends(tmp_path, restarts, interval):
+    def train(root, last=None):
+        loader = Loader(IterableWrapper(range(3)), restart_on_stop_iteration=restarts)
+        run = Run(root, lambda: loader, save_interval=interval)
+        run.manager.restore()
+        seen = {}
+        for epoch in range(run.manager.epochs, 3):
+            for batch in loader:
+                seen.setdefault(epoch, []).append(batch)
+                run.manager.step()
+                if run.manager.global_step == last:
+                    run.manager.wait_until_finished()
+                    return seen
+            run.manager.epoch()
+        run.manager.wait_until_finished()
+        return seen
+
+    for last in (2, 3, 4, 6):
+        before, after = train(tmp_path / str(last), last), train(tmp_path / str(last))
+        epochs = [*range(3)]
+        if interval == 1:
+            assert [before.get(epoch, []) + after.get(epoch, []) for epoch in epochs] == [[0, 1, 2]] * 3, last
+        else:
+            assert [after.get(epoch, before.get(epoch)) for epoch in epochs] == [[0, 1, 2]] * 3, last
