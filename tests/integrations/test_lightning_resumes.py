@@ -119,14 +119,14 @@ class Data(pl.LightningDataModule):
         self.trainer.lightning_module.brought_back.append(("data", self.batches))
 
 
-def fit(path, *callbacks, killed=None, ckpt_path=None, kind=Clicks, data=Data, **options):
+def fit(path, *callbacks, killed=None, ckpt_path=None, kind=Clicks, batch_size=4, **options):
     torch.manual_seed(0)
     module = kind(killed)
     given = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     given["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     trainer = pl.Trainer(callbacks=list(callbacks), default_root_dir=str(path), **{**given, **options})
     try:
-        trainer.fit(module, datamodule=data(), ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=Data(batch_size), ckpt_path=ckpt_path)
     except ChildProcessError:
         assert killed is not None
     return module, trainer
@@ -346,7 +346,7 @@ def test_an_epoch_of_which_a_batch_has_failed_ends_with_its_validation_and_sched
 def test_batches_of_another_size_within_an_epoch_are_warned_of(tmp_path, caplog):
     options = {"max_epochs": 2, "num_sanity_val_steps": 0}
     fit(tmp_path, ours(tmp_path / "ours", 3, async_save=False), killed=4, **options)
-    fit(tmp_path, ours(tmp_path / "ours", 3), data=lambda: Data(batch_size=8), **options)
+    fit(tmp_path, ours(tmp_path / "ours", 3), batch_size=8, **options)
     [warning] = [record.getMessage() for record in caplog.records if "batch size" in record.getMessage()]
     assert warning.startswith(f"resumed within an epoch that had {BATCHES} batches when it was saved, and has 4 now")
 
