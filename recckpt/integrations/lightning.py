@@ -191,7 +191,7 @@ def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -
 # Parts of a Lightning checkpoint that a saver saves separately, or that a resume does not read.
 _SAVED_ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")
 _HYPER_PARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
-# Parts that are added to it.
+# Parts that this module adds.
 _LENGTH, _METRICS, _FROZEN = "recckpt_batches_of_epoch", "recckpt_callback_metrics", "recckpt_frozen_parameters"
 
 
@@ -204,9 +204,9 @@ class TrainerState:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.is_between_epochs = False  # where the loops were that were loaded
-        self.length: float | None = None  # of the epoch that they were in, in batches
-        self.metrics: dict[str, Tensor] = {}  # that callbacks had
+        self.is_between_epochs = False  # whether the loaded loops were between epochs
+        self.length: float | None = None  # batches of the epoch that the loaded loops were in
+        self.metrics: dict[str, Tensor] = {}  # metrics that callbacks had when the state was saved
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's state; collective if a callback's or the strategy's state is collective in Lightning."""
@@ -227,7 +227,7 @@ class TrainerState:
             if batches["total"]["completed"] < batches["total"]["processed"]:
                 batches["total"]["completed"] += 1
                 fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-        elif _is_batch_failed(self._trainer.fit_loop):  # loaders are behind it, and so the loops have to be
+        elif _is_batch_failed(self._trainer.fit_loop):  # loaders are past it, so the loops must be too
             for count in fit["epoch_loop.batch_progress"].values():
                 if isinstance(count, dict):
                     count.update(dict.fromkeys(count, max(count["ready"], count["completed"] + 1)))
@@ -264,7 +264,7 @@ class TrainerState:
         self.is_between_epochs = _is_epoch_over(trainer)
         self.length = None if self.is_between_epochs else state.get(_LENGTH)
         self.metrics = state.get(_METRICS, {})
-        if self.is_between_epochs:  # the next one begins as in an unbroken run
+        if self.is_between_epochs:  # the next epoch begins as in an uninterrupted run
             fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
             epoch.restarting = fit._restarting = False
 
@@ -285,7 +285,7 @@ def _positions(loop: Any) -> list[Any]:
 
 
 class SavesLast(Checkpoint):
-    """Counts steps and epochs where all that belongs to them is done: hooks, validation, schedulers.
+    """Counts a step or epoch after all of its hooks, validation and schedulers have run.
 
     Lightning calls ``Checkpoint`` callbacks at the end of an epoch after the module and ``EarlyStopping``; this
     callback must be the last of them.
@@ -294,12 +294,12 @@ class SavesLast(Checkpoint):
     def __init__(self, trainer: Trainer, manager: CheckpointManager, resumed: TrainerState) -> None:
         self._manager, self._resumed = manager, resumed
         self._stepped = trainer.global_step
-        self._is_batch_open = self._is_validated = False  # made, and its end is yet to come; validated by then
-        self._is_step_open = False  # made, and not counted yet
+        self._is_batch_open = self._is_validated = False  # a batch was made but has not ended; it was validated
+        self._is_step_open = False  # whether a step was made but not counted
         self._has_stepped = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set what Lightning has no moment to set in a run that resumes; warn of batches of another size."""
+        """Set state that Lightning does not set in a resumed run; warn if the size of batches has changed."""
         trainer._logger_connector._callback_metrics.update(self._resumed.metrics)  # the sanity check has cleared them
         if self._resumed.length not in (None, trainer.num_training_batches):
             log.warning(
@@ -310,7 +310,7 @@ class SavesLast(Checkpoint):
                 trainer.num_training_batches,
             )
         for callback in trainer.callbacks:
-            if isinstance(callback, GradientAccumulationScheduler):  # which it does when an epoch begins
+            if isinstance(callback, GradientAccumulationScheduler):  # else called at an epoch's start
                 callback.on_train_epoch_start(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -413,12 +413,12 @@ class _WithoutTables(_CheckpointConnector):
 
 
 def _is_finetuned(trainer: Trainer) -> bool:
-    """Return whether a callback freezes parameters, which does not thaw again in a resumed run what it had thawed."""
+    """Return whether a callback freezes parameters; in a resumed run it does not thaw them again."""
     return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
 
 
 def _is_batch_failed(loop: Any) -> bool:
-    """Return whether a batch was given by the loaders, or taken from their samplers, and not processed."""
+    """Return whether loaders gave a batch, or took it from their samplers, that was not processed."""
     batches = loop.epoch_loop.batch_progress.current
     return batches.ready > batches.processed or any(getattr(one, "has_failed", False) for one in _positions(loop))
 

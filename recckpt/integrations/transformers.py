@@ -283,8 +283,8 @@ class StepCounter:
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager = manager
-        self._counts: list[Callable[..., None]] = []  # of what has ended, and is not counted yet
-        self._metrics: Mapping[str, Any] = NONE  # of the step
+        self._counts: list[Callable[..., None]] = []  # count steps and epochs that have ended
+        self._metrics: Mapping[str, Any] = NONE  # metrics of the step
         self._rng: Mapping[str, Any] = NONE
         self._has_stepped = False
 
