@@ -37,6 +37,8 @@ _SLOTS: Mapping[str, Sequence[str]] = {  # in the order of the kernel's states
 }
 _PREV_ITER, _ROW_COUNTER = "sparse_fbgemm_prev_iter", "sparse_fbgemm_row_counter"
 _SETTINGS = ("eps", "weight_decay")  # besides the learning rate; and betas for optimizers with moments
+# The rate of the next backward pass, if the owner's optimizer got another rate since its last step.
+_KERNEL_LR = "kernel_lr"
 _WITH_BETAS = ("adam", "lamb")
 # Methods other than backward passes that may change any row without reporting which.
 _WRITERS = ("ema_inplace", "ensemble_and_swap", "init_embedding_weights_uniform")
@@ -285,7 +287,11 @@ class Kernel:
     @property
     def settings(self) -> dict[str, Any]:
         kind, arguments = str(self.module.optimizer.value), self.module.optimizer_args
-        settings: dict[str, Any] = {"lr": float(self.module.get_learning_rate())}
+        kernel_rate = float(self.module.get_learning_rate())  # a float32
+        rate = kernel_rate if self._group is None else float(self._group["lr"])
+        settings: dict[str, Any] = {"lr": rate}
+        if torch.tensor(rate, dtype=torch.float32, device="cpu").item() != kernel_rate:
+            settings[_KERNEL_LR] = kernel_rate
         if any(part in kind for part in _WITH_BETAS):
             settings["betas"] = (float(arguments.beta1), float(arguments.beta2))
         names = [name for name in _SETTINGS if name != "eps" or "sgd" not in kind]
@@ -303,13 +309,14 @@ class Kernel:
             wait_for_devices([self.module.lxu_cache_weights])
         self.hooks.note_written_back()
 
-    def resume(self, step: int | None, rate: float | None) -> None:
-        """Set step and learning rate, and make caches reread rows whose memory was written directly."""
+    def resume(self, step: int | None, settings: Mapping[str, Any]) -> None:
+        """Set step and learning rates, and make caches reread rows whose memory was written directly."""
         if step is not None:
             self.module.iter.fill_(step)
             self.module.iter_cpu.fill_(step)  # the kernel copies it from the other counter only at its first step
-        if rate is not None:
-            self.module.set_learning_rate(rate)
+        if "lr" in settings:
+            rate = float(settings["lr"])
+            self.module.set_learning_rate(float(settings.get(_KERNEL_LR, rate)))
             if self._group is not None:
                 self._group["lr"] = rate
         if not self.hooks.was_written:  # else the cache has rows that no load has written since, and must keep them
@@ -352,8 +359,7 @@ class FbgemmTable:
         return self._kernel.settings
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        step = int(scalars["step"]) if "step" in scalars else None
-        self._kernel.resume(step, float(settings["lr"]) if "lr" in settings else None)
+        self._kernel.resume(int(scalars["step"]) if "step" in scalars else None, settings)
 
     def _check_there(self) -> None:
         module: Any = self._kernel.module

@@ -151,8 +151,8 @@ def attached(
     for item in positions:
         made.register_io_state(item.name, item.obj)
     run = manager(made)
+    what = ", ".join(_saved(made, own, live, [*dense, *others, *positions]))  # on all ranks: FSDP gathers its state
     if rank == 0:
-        what = ", ".join(_saved(made, own, live, [*dense, *others, *positions]))
         how = ", ".join(_how({**saver.keywords, **manager.keywords}))
         log.info("%s: saves %s; %s", made.output_dir, what, how)
     return run

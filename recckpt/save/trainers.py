@@ -193,9 +193,12 @@ class Trainers:
         return Unsaved(tuple(names), tuple(resting), trained, piled, scheduled, tuple(strange))
 
     def check_restore(self, *, is_logged: bool) -> None:
-        """Warn of tables before a restore. Optimizers of dense parameters can only be checked at a save."""
-        if is_logged and not self._is_for_serving:
-            self._warn_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
+        """Warn of tables before a restore. Optimizers of dense parameters can only be checked at a save. Collective."""
+        if self._is_for_serving:
+            return
+        tables, _ = state_of(self._model)  # on all ranks, because those of FullyShardedDataParallel gather it
+        if is_logged:
+            self._warn_of_tables(self._tables_left(tables)[0], ())
 
     def _parameters(self) -> dict[str, Tensor]:
         named = ((name, one) for name, one in parameters_of(self._model) if one.requires_grad and has_values(one))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.rank_processes import fork_ranks
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from recckpt import CheckpointManager, Saver
@@ -164,11 +165,27 @@ def differing(rank, size, root):
     assert names == (expected if rank == 0 else []), told.texts
 
 
+def flattened(rank, size, root):
+    """The ranks of FullyShardedDataParallel gather its state dict together: no rank may ask for it alone."""
+    states = []
+    for seed in (0, 1):
+        model = FullyShardedDataParallel(layers(seed), device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        manager = CheckpointManager.attach(
+            model, optimizer, output_dir=str(root / f"flattened-{size}"), save_interval=10
+        )
+        manager.restore()
+        states.append(model.state_dict())
+        manager.step()
+        manager.save()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
 def work(rank, size, root):
     logging.disable(logging.CRITICAL)
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for scene in (spread, own, *((differing,) if size > 1 else ())):
+    for scene in (spread, own, *((differing, flattened) if size > 1 else ())):
         scene(rank, size, root.parent)
         dist.barrier()
 

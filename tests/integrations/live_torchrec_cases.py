@@ -138,6 +138,33 @@ def sums_of_a_small_table_that_nobody_registered_are_known_to_be_missing(root):
         assert reader.manifest.training.unsaved.parameters, reader.manifest.training
 
 
+def a_rate_that_a_schedule_has_set_comes_back(root, *, zeroes_first):
+    """The fused kernel takes it at the next step or zero_grad(); a save may lie before or after that."""
+    url, ends = str(root / f"rate-{zeroes_first}"), []
+    for seed in (0, 1):
+        model, optimizer, tables = models.sharded(seed, 2, "tables", "sgd")
+        saver = Saver(model, output_dir=url, tables=tables)
+        saver.register_for_checkpointing("optimizer", optimizer)
+        if seed:
+            optimizer.init_state()
+            saver.load()
+        for number in range(2 * seed, 4):
+            if zeroes_first:
+                optimizer.zero_grad()
+            model(*models.batch(number)).square().mean().backward()
+            optimizer.step()
+            if not zeroes_first:
+                optimizer.zero_grad()
+            for group in model.fused_optimizer.param_groups:
+                group["lr"] *= 0.5
+            if number == 1:
+                saver.save("c")
+        ends.append(models.whole_state(model, tables))
+        rates = {group["lr"] for group in model.fused_optimizer.param_groups}
+        assert all(abs(rate - 0.1 * 0.5**4) < 1e-6 for rate in rates), rates
+    assert models.differing(*ends) == []
+
+
 def a_rank_whose_state_cannot_be_taken_is_named_by_all(root):
     """The others do not wait for it: what ranks say to each other before they stage, they say before anything fails."""
     model, optimizer, tables = models.sharded(0, 2, "tables", "adagrad")
@@ -165,6 +192,8 @@ def work(rank, size, root):
     rows_become_dense_tensors_again(root.parent)
     an_optimizer_that_is_not_registered_is_known_to_be_missing(root.parent)
     sums_of_a_small_table_that_nobody_registered_are_known_to_be_missing(root.parent)
+    a_rate_that_a_schedule_has_set_comes_back(root.parent, zeroes_first=True)
+    a_rate_that_a_schedule_has_set_comes_back(root.parent, zeroes_first=False)
     a_rank_whose_state_cannot_be_taken_is_named_by_all(root.parent)
 
 
