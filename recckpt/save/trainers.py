@@ -63,6 +63,10 @@ _INSIDE = (
     "registered optimizer {!r} steps another one, its {}, whose state its own state_dict() lacks: a resume starts that "
     "from scratch; call register_for_checkpointing('{}', optimizer.{}) before restore()"
 )
+_LEFT_OUT = (
+    "registered optimizer {!r} leaves the state of {} out of its state_dict(), so a resume starts it over: make a "
+    "WarmupOptimizer of each KeyedOptimizer, and a CombinedOptimizer of these"
+)
 _savers = weakref.WeakValueDictionary[int, "Trainers"]()  # of this process, by id; listed while another thread adds
 
 
@@ -187,6 +191,8 @@ class Trainers:
                 self._warn(("inside", name, attribute), _INSIDE.format(name, attribute, attribute, attribute))
             for name, number in strange.items():
                 self._warn(("strange", name), _STRANGE.format(name, plural(number, "parameter")))
+            for name, keys in self._left_out().items():
+                self._warn(("left out", name), _LEFT_OUT.format(name, first_few(keys, _NAMED)))
             self._warn_of_tables(trained, piled)
         else:  # each rank has its own states of TorchRec's tables
             self._warn_of_dense(keys, ())
@@ -284,6 +290,19 @@ class Trainers:
         }
         known = _saved_parameters() if any(stepped.values()) else set()
         return {name: number for name, some in stepped.items() if (number := len(some - known))}
+
+    def _left_out(self) -> dict[str, list[str]]:
+        """Return the keys whose state a registered TorchRec optimizer has, and its state dict lacks, by optimizer.
+
+        A WarmupOptimizer puts the state of its schedule into a copy if a CombinedOptimizer is inside it.
+        """
+        left = dict[str, list[str]]()
+        for name, one in ((name, one) for name, one in self._registered().items() if is_keyed(one)):
+            optimizer: Any = one
+            kept = optimizer.state_dict()["state"]
+            if keys := [key for key, value in optimizer.params.items() if key not in kept and value in optimizer.state]:
+                left[name] = keys
+        return left
 
     def _warn_of_dense(self, names: Sequence[str], resting: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._logged]:

@@ -17,7 +17,8 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.convert import import_checkpoint
@@ -131,3 +132,28 @@ def test_a_collection_loads_back_what_was_saved_of_it_under_its_own_names(tmp_pa
     Saver(one, output_dir=str(tmp_path)).save("c")
     Saver(other, output_dir=str(tmp_path)).load()
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_warm_up_that_torchrec_leaves_out_of_its_state_is_named(is_inside, tmp_path, caplog):
+    def run(n_steps):
+        model = torch.nn.Linear(2, 1)
+        keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda values: torch.optim.Adam(values, lr=0.1))
+        warm = lambda optimizer: WarmupOptimizer(optimizer, [WarmupStage(max_iters=9, value=0.1)])  # noqa: E731
+        optimizer = CombinedOptimizer([warm(keyed)]) if is_inside else warm(CombinedOptimizer([keyed]))
+        saver = Saver(model, output_dir=str(tmp_path))
+        saver.register_for_checkpointing("optimizer", optimizer)
+        manager = CheckpointManager(saver, save_interval=2)
+        optimizer.init_state()
+        manager.restore()
+        for _ in range(n_steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            manager.step()
+        return keyed.param_groups[0]["lr"]
+
+    rate = run(4)
+    said = [record.getMessage() for record in caplog.records if "leaves the state of" in record.getMessage()]
+    assert (run(0) == rate) == is_inside
+    assert len(said) == (0 if is_inside else 1)
+    assert all(text.startswith("registered optimizer 'optimizer' leaves the state of '__warmup' out") for text in said)
