@@ -259,7 +259,8 @@ def _check_untrained(live: LiveState, source: LocatedCheckpoint, problems: Probl
         return
     names = {name for optimizer in live.optimizers.values() for of_one in optimizer.names for name in of_one}
     of_tables = {id(weight) for weight in live.live_tables.weights_with_states()}
-    untrained = {name for name, one in parameters_of(live.model) if name not in names and id(one) not in of_tables}
+    others = {name: one for name, one in parameters_of(live.model) if name not in names and id(one) not in of_tables}
+    untrained = {name for name, one in others.items() if one.numel()}  # hashtables have an empty parameter
     known = [(name, by) for name, _, by in saved if name in untrained and by in live.optimizers]
     left = [state.text for state in (state_name(*each) for each in known) if source.entry.wants(state)]
     if left:
