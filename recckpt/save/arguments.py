@@ -1,4 +1,4 @@
-"""Checks what callers give: to a saver, to a save, and to a step."""
+"""Checks the arguments of savers, of saves and of steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
     trained = {id(parameter) for group in sparse_optim.param_groups for parameter in group["params"]}
     names = [name for name, parameter in parameters_of(model) if id(parameter) in trained]
     if names:
-        name = next((name for name in names if name in dense), names[0])  # tables have parameters that are not saved
+        name = next((name for name in names if name in dense), names[0])  # table parameters are not in ``dense``
         raise ValueError(
             f"sparse_optim must be an optimizer of tables, found {type(sparse_optim).__name__} of the dense parameter "
             f"{name!r}; save it by register_for_checkpointing"
@@ -69,11 +69,11 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
     if tables is None:
         return NO_TABLES
     if not isinstance(tables, LiveTables):
-        raise TypeError(f"tables must be what live_tables(model, optimizers) returns, found a {type(tables).__name__}")
+        raise TypeError(f"tables must be the result of live_tables(model, optimizers), found a {type(tables).__name__}")
     if tables.model is not model:
         raise ValueError(
-            "tables must be the live tables of the model of the saver, found those of another one: give live_tables "
-            "and Saver the same model"
+            "tables must be the live tables of the saver's model, found live tables of another model: give "
+            "live_tables and Saver the same model"
         )
     tables.check_open()
     tables.joined(*state_of(model))
@@ -81,7 +81,7 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
 
 
 def form_of_registered(model: nn.Module, live: LiveTables) -> Callable[[Any], Any]:
-    """Return the function that gives a registered object the form in which it is saved: :func:`by_name`."""
+    """Return the function that converts a registered object to the form in which it is saved: :func:`by_name`."""
     return lambda obj: by_name(obj, lambda: parameters_of(model), lambda one: live.is_live(one, obj), live.has_key)
 
 
@@ -126,7 +126,7 @@ def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
     storage = open_storage(os.fspath(path) if isinstance(path, os.PathLike) else path)
     if run is not None and (not isinstance(run, str) or not run):
         raise TypeError(f"run must be the name of this job, or None, found {run!r}")
-    with suppress(NotPlainError):  # if a link is in its place, the first save refuses it
+    with suppress(NotPlainError):  # a link in place of the claim is refused by the first save
         refuse_mirror(storage)
     storage.prepare()
     refuse_checkpoint(storage)
@@ -136,7 +136,7 @@ def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
 def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> None:
     what = f"register_for_checkpointing: {name!r} is an optimizer of tables"
     if obj is sparse_optim and obj is not None:
-        raise ValueError(f"{what}, which the saver has and saves already: do not register it")
+        raise ValueError(f"{what}, which the saver already saves: do not register it")
     inner = _unprepared(obj)
     if isinstance(inner, SparseOptimizer):
         raise ValueError(
@@ -145,10 +145,10 @@ def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> 
     if isinstance(inner, JointOptimizer):
         raise ValueError(
             f"register_for_checkpointing: {name!r} is a JointOptimizer, whose optimizers are saved one by one: "
-            "register that of the dense parameters, and give that of the tables to Saver(model, sparse_optim)"
+            "register its dense optimizer, and give its sparse optimizer to Saver(model, sparse_optim)"
         )
     if isinstance(name, str) and "@" in name and isinstance(obj, Optimizer):
-        raise ValueError(f"register_for_checkpointing: a dense optimizer has no '@' in its name, found {name!r}")
+        raise ValueError(f"register_for_checkpointing: the name of an optimizer must not contain '@', found {name!r}")
 
 
 def _unprepared(obj: object) -> object:
@@ -215,14 +215,14 @@ def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
 def _as_value(place: str, value: Any, level: int = 0, *, waits: bool = True) -> StateValue:
     """Return a value as JSON stores it; with ``waits=False``, None for a number that may still be on a device."""
     if level > MAX_NESTED:
-        raise ValueError(f"{place:.200}: it holds itself, or is nested more than {MAX_NESTED} deep")
+        raise ValueError(f"{place:.200}: the value contains itself, or is nested more than {MAX_NESTED} deep")
     if isinstance(value, Mapping):
         return {name: _as_value(_named(place, name), each, level + 1, waits=waits) for name, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_as_value(f"{place}[{i}]", each, level + 1, waits=waits) for i, each in enumerate(value)]
     if not waits and _is_number_tensor(value):
         return None
-    # JSON knows no NaN and no infinity: they become their names.
+    # JSON has no NaN and no infinity: their names are stored.
     found = portable(place, value)
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()
@@ -247,9 +247,9 @@ def _named(place: str, name: Any) -> str:
 
 def _as_number(name: Any, value: Any) -> float:
     try:
-        if isinstance(value, str | bytes | bytearray):  # which float() would parse
+        if isinstance(value, str | bytes | bytearray):  # float() would parse these
             raise TypeError("text is not a number")
-        return float(value.detach() if isinstance(value, Tensor) else value)  # or torch warns of one with a gradient
+        return float(value.detach() if isinstance(value, Tensor) else value)  # torch warns of tensors with a gradient
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
 

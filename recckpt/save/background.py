@@ -1,4 +1,4 @@
-"""A save that goes on while training does."""
+"""A save that runs while training continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SaveHandle:
     def __init__(self, info: SaveInfo) -> None:
         self.info = info
         self.committed: OwnFuture[Manifest] = OwnFuture()
-        self.committed.set_running_or_notify_cancel()  # what has begun cannot be cancelled
+        self.committed.set_running_or_notify_cancel()  # a running save cannot be cancelled
 
     @shown
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ class SaveHandle:
         return f"committed: {info.kind} of {rows}, {size(info.n_bytes)}"
 
     def done(self) -> bool:
-        """Say whether the save has ended, with or without an error."""
+        """Return whether the save has ended, with or without an error."""
         return self.committed.done()
 
     def wait(self, timeout_sec: float | None = None) -> Manifest:
@@ -67,7 +67,7 @@ class SaveHandle:
         self.committed.check_process()
         check_timeout(timeout_sec)
         if not self.committed.wait(timeout_sec):
-            raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; it goes on")
+            raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; the save continues")
         _unraised.discard(self)
         return self.committed.result()
 
@@ -100,14 +100,13 @@ class SaveRunner:
         """Raise if the caller is the thread of the running save: ``on_save`` would wait for its own save to end."""
         if self._worker.is_caller:
             raise RuntimeError(
-                "on_save is part of the save that it is called from, and cannot wait for it: save, load and step in "
+                "on_save runs as part of a save, and cannot wait for that save: call save, load and step in "
                 "the thread that trains"
             )
 
     @contextmanager
     def one_save(self) -> Iterator[None]:
-        """Raise if this thread is already in a save: the saver's lock is reentrant, so the lock does not prevent
-        this."""
+        """Raise if this thread is already in a save; the saver's lock is reentrant, so the lock allows this."""
         if self._is_in_save:
             raise RuntimeError(
                 "save was called in the middle of another save of this thread, from on_save or a signal handler: set a "
@@ -159,7 +158,7 @@ class SaveRunner:
 
 
 def check_timeout(timeout_sec: float | None) -> None:
-    """Raise TypeError unless this is a number of seconds, or None."""
+    """Raise TypeError unless ``timeout_sec`` is a number of seconds, or None."""
     is_number = isinstance(timeout_sec, int | float) and not isinstance(timeout_sec, bool)
     if timeout_sec is not None and not is_number:
         raise TypeError(f"timeout_sec must be a number of seconds, or None to wait to the end, found {timeout_sec!r}")
@@ -195,7 +194,7 @@ def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
     return failure
 
 
-@atexit.register  # the interpreter has waited for the threads by then
+@atexit.register  # when this runs, the interpreter has joined the save threads
 def _log_at_exit() -> None:
     for handle in list(_unraised):
         error = handle.committed.exception()

@@ -21,7 +21,7 @@ from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
 @dataclass(frozen=True)
 class Choice:
-    """Which slots and rows of which tables are saved, and in which dtypes.
+    """Which slots and rows of each table are saved, and in which dtypes.
 
     Attributes:
         slots: slots to save in addition to ids and embeddings; None for all ...
@@ -98,7 +98,7 @@ class Choice:
         lost += [("store", p) for p, _ in self.store if p not in stored]
         lost += [("where", p) for p, _ in self.where if p not in chosen]
         return frozenset(
-            f"Choose: {what}: {p.text!r} is nothing that the model has{_hint(p.text, known)}" for what, p in lost
+            f"Choose: {what}: {p.text!r} matches nothing in the model{_hint(p.text, known)}" for what, p in lost
         )
 
     def _keeps(self, table: str, slot: str) -> bool:
@@ -122,18 +122,18 @@ class Choice:
             is_saved = slot.name == EMBEDDING or self._keeps(name, slot.name)
             if is_saved and dtype != slot.dtype and not is_narrower(dtype, slot.dtype):
                 expected = [narrower for narrower in FLOATS if is_narrower(narrower, slot.dtype)]
-                can = f"it can be stored as {' or '.join(expected)}" if expected else "it can be stored as it is only"
-                yield f"Choose: store: {name}@{slot.name} is {slot.dtype}, found {dtype!r}: {can}; name others"
+                can = f"it can be stored as {' or '.join(expected)}" if expected else "it can only be stored unchanged"
+                yield f"Choose: store: {name}@{slot.name} is {slot.dtype}, found {dtype!r}: {can}; choose other slots"
         where, by_name = None if of_store else self._where(name), {slot.name: slot for slot in slots}
         for one in sorted(where.slots if where else ()):
             if one not in by_name:
                 yield f"Choose: where: table {name!r} has no slot {one!r}{nearest(one, by_name)}"
             elif math.prod(by_name[one].shape) != 1:
-                yield f"Choose: where: {name}@{one} is of shape {by_name[one].shape}, expected one number a row"
+                yield f"Choose: where: {name}@{one} has shape {by_name[one].shape}, expected one number per row"
         if where is not None and isinstance(table, AttachedTable) and table.rows.box.columns:
             yield (
-                f"Choose: where: the columns of table {name!r} lie on several ranks, so that none can choose its rows: "
-                "save all of them, or shard it by rows"
+                f"Choose: where: the columns of table {name!r} are split over ranks, so no rank can choose its rows: "
+                "save all rows, or shard the table by rows"
             )
 
 
@@ -158,5 +158,5 @@ def _is_of(pattern: Pattern, table: str) -> bool:
 def _hint(text: str, known: Sequence[str]) -> str:
     slots = {name.rpartition("@")[2] for name in known if "@" in name}
     if text in slots:
-        return f"; '*@{text}' is that slot of all tables"
+        return f"; '*@{text}' means this slot of all tables"
     return "" if WILDCARD.findall(text) else nearest(text, known)

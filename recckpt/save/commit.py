@@ -73,14 +73,14 @@ def commit(
 ) -> tuple[Manifest, dict[str, Any]]:
     """Commit, on rank 0, what all ranks wrote. Return the manifest and totals; the totals are fields of SaveInfo.
 
-    Raises SaveFailedError if a rank wrote for another attempt; further errors as of
+    Raises SaveFailedError if a rank wrote for another attempt; further errors as in
     :func:`recckpt.output_dir.commit.commit`.
     """
     info = job.info
     with info.timed("commit"):
         for rank, record in enumerate(records):
             if record.shard.save_id != head.save_id:
-                raise info.failure(rank, f"it wrote for save {record.shard.save_id}, expected {head.save_id}")
+                raise info.failure(rank, f"the rank wrote for save {record.shard.save_id}, expected {head.save_id}")
         tables = tables_of_all([record.tables for record in records], kind.replaced)
         head = replace(head, time=time_now(), tables=tables)
         manifest = with_shards(head, [record.shard for record in records])
@@ -109,8 +109,7 @@ def _with_errors_below(table: TableEntry, below: TableEntry | None) -> TableEntr
 
 
 def rotate(job: Job, to: Destination) -> None:
-    """Rotate and update the index file. Failures are only logged as warnings, because the checkpoint is durable
-    already."""
+    """Rotate and update the index file. Only log failures, as warnings: the checkpoint is already durable."""
     storage, fence, info = to.storage, to.fence, job.info
     try:
         with info.timed("rotate"):
@@ -127,7 +126,7 @@ def rotate(job: Job, to: Destination) -> None:
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             remove_checked(storage, fence, victims, to.concurrency)
             for left in fence.leftovers(listing, fence.epoch):
-                if left.epoch == fence.epoch and not left.is_offer:  # the next takeover lists and removes the others
+                if left.epoch == fence.epoch and not left.is_offer:  # the next takeover lists and removes all others
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
             adopt_offers(storage, fence, to.transport.visible)
             own = fence.listing.find(info.ckpt_id)

@@ -26,7 +26,7 @@ _Range = tuple[float, float, int]  # part of the ids from 0 to 1, and the rank t
 
 
 class Phase(IntEnum):
-    """What a rank does before it proposes, in this order. If several phases fail, the first one is reported."""
+    """The phases in which a rank prepares a proposal, in order. If several phases fail, the first one is reported."""
 
     SETTLE = 1  # waits for the previous save
     CHECK = 2  # checks its model
@@ -50,8 +50,7 @@ class RankFailure:
     rank: int = 0
 
     def raise_on(self, rank: int, own: Exception | None, info: SaveInfo) -> NoReturn:
-        """Raise the failure on a rank, as the error of this save. ``own`` is that rank's error in the same phase, if
-        any.
+        """Raise this failure on a rank as the error of the save. ``own``: that rank's error in the same phase, if any.
 
         Raises:
             Exception: the error of this rank, or an error of the first failed rank that all ranks raise.
@@ -117,13 +116,13 @@ class Proposal:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What all ranks do next. Its size does not grow with the number of ranks."""
+    """The next actions of all ranks. Its size does not grow with the number of ranks."""
 
     kind: Kind = FULL
     displaced: str | None = None  # why a full save was due, if there is only space for a delta
     is_whole: bool = True  # whether sharded tensors are known to be complete; otherwise shares are compared
     has_differences: bool = False  # whether what rank 0 saves for all differs between ranks; digests say where
-    own_extra: tuple[str, ...] = ()  # names on any rank
+    own_extra: tuple[str, ...] = ()  # objects with one state per rank, on any rank
     io_state: tuple[str, ...] = ()
     refusal: RankFailure | None = None
 
@@ -167,10 +166,10 @@ def _difference(proposals: Sequence[Proposal]) -> RankFailure | None:
     for rank, each in enumerate(proposals):
         if (each.ckpt_id, each.step) != (first.ckpt_id, first.step):
             cause = f"it saves {each.ckpt_id!r} of step {each.step}, rank 0 {first.ckpt_id!r} of step {first.step}"
-            return RankFailure(Phase.AGREE, f"{cause}: all ranks save the same", rank)
+            return RankFailure(Phase.AGREE, f"{cause}: all ranks must save the same checkpoint", rank)
         if each.choice != first.choice:
-            cause = "its choose= is not that of rank 0"
-            return RankFailure(Phase.AGREE, f"{cause}: give all ranks the same", rank)
+            cause = "its choose= differs from that of rank 0"
+            return RankFailure(Phase.AGREE, f"{cause}: pass the same choose= on all ranks", rank)
     unmatched = frozenset.intersection(*(each.unmatched for each in proposals))
     if unmatched:
         return RankFailure(Phase.AGREE, ValueError("; ".join(sorted(unmatched))))
@@ -198,7 +197,7 @@ def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> RankFailure | None:
 
 
 def why_shared(owned: Sequence[Owned]) -> str | None:
-    """Return which tables have ids that several ranks own, and what to do; None if no table has."""
+    """Return a message on tables with ids that several ranks own, and what to do; None if there are no such tables."""
     ranges: dict[Sequence[str], list[_Range]] = {}  # names of tables with the same owners -> ranges
     for rank, of_rank in enumerate(owned):
         for own, names in of_rank.items():
@@ -225,7 +224,7 @@ def why_shared(owned: Sequence[Owned]) -> str | None:
     if any(isinstance(own, RowShare) for of_rank in owned for own in of_rank):
         return f"{'; '.join(problems)}: {_LIVE_REMEDY}"
     return (
-        f"{'; '.join(problems)}: an id belongs to one rank, or it is saved several times and cannot be loaded; "
+        f"{'; '.join(problems)}: each id must belong to one rank; else it is saved twice and cannot be loaded; "
         "make the table a recckpt.sparse.ShardedHashTable, or give it slice=gen_slice(rank, ranks)"
     )
 

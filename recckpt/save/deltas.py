@@ -34,7 +34,7 @@ class DeltaBase:
     """A committed checkpoint that can be the base of deltas; it keeps its name even if another one replaces it."""
 
     save_id: str
-    place: tuple[int, int]  # in the order of commits
+    place: tuple[int, int]  # its position in the order of commits
     slots: Mapping[str, tuple[SlotSpec, ...]]  # by table
     reduced: Mapping[str, Reduced]  # by table, if something was left out
     live: Mapping[str, LiveLayout]  # by live table
@@ -107,7 +107,7 @@ class Changes:
                 self.base = None
             return
         if base.place != fence.newest_at_takeover or not links:
-            log.info("%s: the next save is full, since what was restored is not the newest there", storage.url)
+            log.info("%s: the next save is full, because the restored checkpoint is not the newest there", storage.url)
             self.base = None
             return
         self.base = replace(base, is_candidate=False)
@@ -179,7 +179,7 @@ class TableChanges:
 
 @dataclass(frozen=True)
 class DeltaProposal:
-    """What a rank would write as a delta. Only rank 0 knows the chain."""
+    """The delta that a rank would write. Only rank 0 knows the chain."""
 
     policy: Deltas
     base: str | None
@@ -221,7 +221,7 @@ def delta_proposal(
             slots, reduced, is_filtered = choice.slots, choice.reduced, choice.where is not None
         row_bytes = 0 if is_filtered else 8 + sum(slot.row_bytes for slot in slots)
         is_otherwise = base is not None and table.name in base.slots and base.reduced.get(table.name) != reduced
-        marks = frozen.get(table.name)  # a table of the user's own has none
+        marks = frozen.get(table.name)  # a table of the user's own class has no marks
         is_replaced = base is None or marks is None or marks.is_replaced(base.save_id)
         is_replaced = is_replaced or marks is None or base is None or base.slots.get(table.name) != slots
         is_replaced = is_replaced or base is None or base.live.get(table.name) != layouts.get(table.name)
@@ -240,10 +240,10 @@ def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
         return FULL
     others = [rank for rank, each in enumerate(proposals) if each is None or each.base != first.base]
     if others:
-        return Kind(why_full=f"rank {others[0]} counts changes from another checkpoint, or none")
+        return Kind(why_full=f"rank {others[0]} counts changes since another checkpoint, or does not count them")
     tables = _changes_of_all([each.tables for each in proposals if each is not None])
     for name in compress(tables.names, tables.is_saved_otherwise):
-        return Kind(why_full=f"table {name!r} is not saved as before: choose= is another")
+        return Kind(why_full=f"table {name!r} is saved differently: choose= has changed")
     n_changed = int(np.where(tables.is_replaced, tables.n_rows, tables.n_changed).sum())
     why_full = first.policy.why_full(first.chain, n_changed, int(tables.n_rows.sum()))
     if first.chain is None:

@@ -43,7 +43,7 @@ class Removal:
         if all(storage.url != self._to.storage.url for storage in storages):
             return
         known = requests(self._to.storage)
-        check_none_pending(self._to.storage, "run `recckpt forget DIR`, or call manager.restore(), which ends it")
+        check_none_pending(self._to.storage, "run `recckpt forget DIR`, or call manager.restore(), which does that")
         self._to.fence.note_requests(known)
 
     def before_restore(self, ranks: Ranks) -> Left:
@@ -55,12 +55,12 @@ class Removal:
         left: Left = []
         known = requests(storage)
         if not all(known.values()):
-            fence.note_requests(known)  # all checkpoints are read after this
+            fence.note_requests(known)  # every checkpoint is read after this call
             fence.hold()
             if not end_pending(self._to):
                 with suppress(CorruptCheckpointError):  # the request itself is damaged, which was logged
                     left = [(each.table, each.ids) for each in pending(storage)]
-        fence.note_requests(known)  # not newer requests: their ids may have been read
+        fence.note_requests(known)  # without newer requests: their ids may have been read
         return left
 
     def after_restore(self, left: Left, model: nn.Module) -> None:
@@ -68,13 +68,13 @@ class Removal:
             self._erase(_live(model, table), ids)
 
     def forget(self, ranks: Ranks, model: nn.Module, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
-        """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save may be running."""
+        """Do the work of :meth:`recckpt.CheckpointManager.forget`. Collective; no save may be running."""
         ranks = _forgetting(ranks)
         checked = ranks.on_each(lambda: checked_ids(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids))
         digests = ranks.gather((table, hashlib.sha256(checked.tobytes()).hexdigest()))
         others = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if others:
-            raise RecckptError(f"forgetting failed on rank {others[0]}: it was given other ids, or another table")
+            raise RecckptError(f"forgetting failed on rank {others[0]}: rank 0 has other ids or another table")
         live = _live(model, table)
         ranks.on_each(lambda: _check_erasable(live, table))
         is_live = any(ranks.gather(live is not None))
@@ -112,12 +112,12 @@ class Removal:
             erase(torch.from_numpy(ids.copy()))
 
     def delete(self, ranks: Ranks, ckpt_id: str) -> None:
-        """As :meth:`recckpt.CheckpointManager.delete`. Collective; no save may be running."""
+        """Do the work of :meth:`recckpt.CheckpointManager.delete`. Collective; no save may be running."""
         failed = partial(_failed, "deleting")
         ranks = ranks if ranks.size == 1 else ranks.raising(failed)
         for rank, other in enumerate(ranks.gather(ckpt_id)):
             if other != ckpt_id:
-                raise failed(rank, f"it was to delete {other!r}, this one {ckpt_id!r}: all ranks name the same step")
+                raise failed(rank, f"it deletes {other!r}, this rank {ckpt_id!r}: pass the same step on all ranks")
         changes = self._to.changes
         base = None if changes is None or changes.base is None else changes.base.save_id
         if ranks.on_first(lambda: base in {each.manifest.name for each in self._chosen(ckpt_id)}) and changes:
@@ -139,7 +139,7 @@ class Removal:
         if {victim.directory for victim in victims}.difference(gone):
             what = f"not all of {ckpt_id!r} could be removed, as the log says"
             raise RecckptError(f"{storage.url}: {what}; delete it again")
-        log.info("%s: %s was deleted by hand", storage.url, ckpt_id)
+        log.info("%s: %s was deleted on request", storage.url, ckpt_id)
 
 
 def end_pending(to: Destination) -> bool:

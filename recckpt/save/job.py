@@ -1,4 +1,4 @@
-"""One save, and where the saves of one saver go."""
+"""The request for one save, and the context that all saves of one saver share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from recckpt.storage.transfers import Transport
 from recckpt.telemetry import Operation
 from recckpt.types import SavableTable
 
-ORDER_BYTES = 128 << 20  # all threads together
+ORDER_BYTES = 128 << 20  # for all threads together
 _ORDER_ITEM = 4
 State = Mapping[str, StateValue] | None
 OnSave = Callable[[SaveInfo], object]
@@ -66,7 +66,7 @@ class SparseSaver:
 
 @dataclass(frozen=True)
 class Live:
-    """What a saver saves: a model, the optimizer of its tables, registered objects; and which part of the tables."""
+    """The state that a saver saves: a model, the optimizer of its tables, registered objects; and its tables."""
 
     model: nn.Module
     sparse_optim: Optimizer | None
@@ -88,7 +88,7 @@ class Job:
     ranks: Ranks  # if one fails, this save fails
     state: State  # for readers without torch
     overwrite: bool  # whether it may supersede a committed checkpoint of its name
-    is_resumed: bool  # whether the run goes on from a checkpoint of the output dir
+    is_resumed: bool  # whether the run continues from a checkpoint of the output dir
     max_keep: int | Keep | None
     span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # for OpenTelemetry
     step_prefix: str = layout.STEP_PREFIX  # begins the ids that a manager gives
@@ -104,13 +104,13 @@ class Guest(Protocol):
     def next_cut(self) -> int: ...
 
     def bases(self, newest: tuple[int, int]) -> Collection[str]:
-        """Return the save ids of checkpoints to keep besides the newest one; ``newest`` is the order of the newest."""
+        """Return the save ids of further checkpoints to keep. ``newest``: position of the newest commit."""
 
     def void(self) -> None:
         """Declare invalid all that the guest has made so far, because it may contain ids to be forgotten; on rank 0."""
 
     def forget_together(self, ranks: Ranks, epoch: int) -> None:
-        """Remove what was made up to the epoch of a forgetting. Collective."""
+        """Remove what the guest has made up to ``epoch``, the epoch of a forgetting. Collective."""
 
 
 class Forgets(Protocol):
@@ -120,8 +120,7 @@ class Forgets(Protocol):
         """Raise, before anything changes, if these ids cannot be forgotten; ``is_live``: the model has the table."""
 
     def forget_as_owner(self, storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
-        """Make a request, and carry it out after the pending requests. The caller has already removed the ids from the
-        tables."""
+        """Make a request and carry it out after pending requests. The caller has removed the ids from the tables."""
 
     def settle(self, storage: Storage, fence: Fence) -> bool:
         """Carry out the requests of earlier owners, once per takeover; return whether all are done."""
@@ -141,9 +140,9 @@ class Compactor(Protocol):
 class Destination:
     storage: Storage  # the output dir
     fence: Fence  # the saver's hold on it
-    transport: Transport  # how files travel
+    transport: Transport  # how files get to the storage
     sparse_saver: SparseSaver  # writes the tables of this rank
-    concurrency: int  # threads that write and remove; with 1, only a takeover starts any
+    concurrency: int  # threads that write and remove; with 1, only a takeover starts threads
     min_free_bytes: int  # space that a save must leave free
     on_save: OnSave | None  # called with each save that was committed or has failed
     changes: Changes | None  # for deltas; None if all saves are full

@@ -1,4 +1,4 @@
-"""What a rank does before the ranks agree on a save: it settles the previous one, checks its model, and stages."""
+"""The work of a rank before the ranks agree on a save: settle the previous save, check the model, stage the state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from recckpt.types import RowShare, SavableTable
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a rank proposes, with its staged state and its error, which are not sent to other ranks."""
+    """The proposal of a rank, with its staged state and its error, which are not sent to other ranks."""
 
     proposal: Proposal
     staged: Staged | None = None
@@ -42,7 +42,7 @@ class Preparation:
 
     def planned(self, plan: SavePlan) -> Staged:
         if self.staged is None:
-            raise self.error or AssertionError("a save that nothing was staged for")
+            raise self.error or AssertionError("no state was staged for this save")
         return self.staged.written_as(plan.kind)
 
 
@@ -82,12 +82,12 @@ def propose(
         owned, unmatched, n_bytes = check(live, *parts, ranks.rank)
         proposal = replace(proposal, owned=owned, unmatched=unmatched, n_bytes=n_bytes)
         with kept(Phase.CONFIRM):
-            # Rank 0 confirms the base of a delta if necessary, before anything is staged.
+            # If necessary, rank 0 confirms the base of a delta before anything is staged.
             if changes is not None and not ranks.rank and changes.is_in_doubt(to.storage, to.fence):
                 changes.confirm(to.storage, to.fence, is_resumed=job.is_resumed)
             with kept(Phase.ROOM):
                 proposal = replace(proposal, room=measured_room(to))
-    # Also if this rank has failed: some states can only be taken by all ranks together.
+    # Stage even if this rank has failed: some states can only be taken by all ranks together.
     if parts is not None and (not errors or ranks.size > 1):
         with kept(Phase.STAGE):
             staged = closed_on_error.enter_context(closing(_staged(live, parts, digest, job, to)))

@@ -133,7 +133,7 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
     with job.span, collected_rarely(), failure_reported(job, to), closing(staged):
         attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
         with attempt.abandoned_on_error(lambda error: _is_idle(error, ranks)):
-            if ranks.rank:  # this rank may not learn the outcome of the save from now on
+            if ranks.rank:  # from now on, this rank may not learn the outcome of the save
                 info.note(outcome=info.words.is_open)
             for join, sources in staged.joins.items():
                 ranks.in_meetings(partial(join, sources))

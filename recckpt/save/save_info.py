@@ -22,10 +22,10 @@ from recckpt.storage import Storage
 from recckpt.storage.retry import is_transient
 from recckpt.text import one_line
 
-_LEFT_OUT = frozenset({"path", "words", "outcome"})  # not in the timeline, which lies beside the checkpoints
+_LEFT_OUT = frozenset({"path", "words", "outcome"})  # not in the timeline, a file beside the checkpoints
 _ERROR_LENGTH = 1000  # characters of an error in a line
 log = logging.getLogger("recckpt")
-_END_SEC = 5.0  # time limit for the line that a run has ended: nothing depends on it
+_END_SEC = 5.0  # short, because nothing depends on the line that a run has ended
 _MOST = 100  # kept lines; the oldest are dropped
 
 
@@ -42,8 +42,8 @@ class OutcomeWords:
 
     failed: str = NOTHING_COMMITTED
     lost: str = "nothing was committed and older checkpoints are untouched: restart the job"
-    is_open: str = "it is committed only if all ranks had written, which the restarted job will find"
-    is_committed: str = "the checkpoint is committed all the same: restart the job, which goes on from it"
+    is_open: str = "it is committed only if all ranks had written: the restarted job will find out"
+    is_committed: str = "the checkpoint is committed nevertheless: restart the job, which continues from it"
 
 
 @dataclass
@@ -52,7 +52,7 @@ class SaveInfo:
 
     Attributes:
         ckpt_id: name of the checkpoint.
-        step: global step, None if the caller counts none.
+        global step, None if the caller counts no steps.
         ephemeral: whether the checkpoint is kept only while it is the newest.
         background: whether training continued during the save.
         kind: ``"full"``; ``"delta"``: the changes since another checkpoint; or ``"near"`` for a near save.
@@ -112,7 +112,7 @@ class SaveInfo:
     outcome: str | None = field(default=None, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
-    _others_blocked_sec: float = field(default=0.0, repr=False)  # until each rank had written
+    _others_blocked_sec: float = field(default=0.0, repr=False)  # until every rank had written
 
     def failure(self, rank: int, cause: str) -> SaveFailedError:
         """Internal: return the error of this save if a rank failed."""

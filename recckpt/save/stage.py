@@ -48,14 +48,14 @@ class Staged:
     state: Mapping[str, StateValue]  # values for readers without torch
     sharded: ShardedState = field(default_factory=ShardedState)  # this rank's shards of sharded tensors
     own_extra: dict[str, Any] = field(default_factory=dict)  # registered name -> state of this rank
-    digest: RankDigest | None = None  # compared with those of other ranks; None if there are none
+    digest: RankDigest | None = None  # compared with the digests of other ranks; None with one rank
     frozen: dict[str, FrozenRows] = field(default_factory=dict)  # table -> marks of its changed rows
     kind: Kind = FULL  # full save or delta
     choices: dict[str, TableChoice] = field(default_factory=dict)  # table not saved whole -> its choice
     training: Training = field(default_factory=Training)  # the optimizers, and what is trained but not saved
     n_evicted: int = 0  # rows that our tables have evicted so far
-    evicted_to: dict[str, int | None] = field(default_factory=dict)  # table of ours -> step up to which it has evicted
-    clock: dict[str, ClockDates | None] = field(default_factory=dict)  # table of ours -> when the clock has dated rows
+    evicted_to: dict[str, int | None] = field(default_factory=dict)  # our table -> step up to which it has evicted
+    clock: dict[str, ClockDates | None] = field(default_factory=dict)  # our table -> range of its rows' dates
     live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables and their snapshots
     layouts: dict[str, LiveLayout] = field(default_factory=dict)  # live table -> its layout
     # Function that joins rows split over ranks -> the sources it joins.
@@ -160,8 +160,7 @@ def stage(
     digest: RankDigest | None,
     freeze: Freeze | None,
 ) -> Staged:
-    """Take the state of a model, its optimizers and registered objects. Our tables are taken as snapshots, which do
-    not change.
+    """Take the state of a model, its optimizers and registered objects. Our tables are taken as constant snapshots.
 
     Dense tensors are copied to ``buffers``; None if nothing changes before all is written. Each rank checks the state
     that all ranks share; rank 0 takes it, and ``digest`` compares it (None if there is one rank). ``freeze`` takes our

@@ -33,21 +33,21 @@ log = logging.getLogger("recckpt")
 _MANY_PASSES = 2  # unused gradients of one backward pass are no sign of a missing optimizer: a user may step by hand
 _NAMED = 3  # parameters in a message
 _TRAIN_TABLES = (
-    "model.parameters() has no rows of tables; make one of the tables, such as "
+    "model.parameters() has no rows of tables; make an optimizer of the tables, such as "
     "SparseAdam(recckpt.recis.filter_out_sparse_param(model)), give it to Saver(model, sparse_optim), and call step()"
 )
 _SPARSE = (
-    "a sparse optimizer trains {}, and the Saver was not given it: its steps and hyper-parameters are not saved; make "
+    "a sparse optimizer that was not given to the Saver trains {}: its steps and hyper-parameters are not saved; make "
     "the saver by Saver(model, sparse_optim), with one optimizer of all tables"
 )
 _UNREGISTERED = (
     "%s of the model (%s) train, and no registered optimizer has them: a resume starts their optimizer from scratch; "
     "call register_for_checkpointing('dense_optim', optimizer) before restore(), or attach(model, [optimizers]), or "
-    "requires_grad_(False) where none is to train them"
+    "requires_grad_(False) on those that must not train"
 )
 _RESTING = (
-    "registered optimizer {!r} has not stepped while its parameters changed: was another one made after it? Its state "
-    "is saved as it was, in place of that of the one that trains; make the optimizer once, and give it to attach() or "
+    "registered optimizer {!r} has not stepped while its parameters changed: was another optimizer made later? The "
+    "registered one is saved, not the one that trains; make the optimizer once, and give it to attach() or "
     "register_for_checkpointing('dense_optim', optimizer)"
 )
 _SCHEDULED = (
@@ -56,8 +56,8 @@ _SCHEDULED = (
 )
 _STRANGE = (
     "registered optimizer {!r} trains {} that the model does not have, which are not saved: call "
-    "register_for_checkpointing('weights', torch.nn.ParameterList(parameters)) before restore(), or make the saver of "
-    "a module that has them too"
+    "register_for_checkpointing('weights', torch.nn.ParameterList(parameters)) before restore(), or make the saver "
+    "with a module that also has them"
 )
 _INSIDE = (
     "registered optimizer {!r} steps another one, its {}, whose state its own state_dict() lacks: a resume starts that "
@@ -67,7 +67,7 @@ _LEFT_OUT = (
     "registered optimizer {!r} leaves the state of {} out of its state_dict(), so a resume starts it over: make a "
     "WarmupOptimizer of each KeyedOptimizer, and a CombinedOptimizer of these"
 )
-_savers = weakref.WeakValueDictionary[int, "Trainers"]()  # of this process, by id; listed while another thread adds
+_savers = weakref.WeakValueDictionary[int, "Trainers"]()  # by id; other threads may add savers
 
 
 class Steps:
@@ -147,7 +147,7 @@ def _mark(value: Any) -> tuple[Any, int]:
 
 
 class Trainers:
-    """Finds the optimizers that train a saver's model. Warns once per parameter or table whose optimizer is not saved.
+    """Finds the optimizers that train a saver's model. Warns once per parameter or table if its optimizer is not saved.
 
     There is no warning if another saver of this process saves the optimizer, or if this saver leaves out optimizer
     slots on purpose. Parameters, tables and registered objects are looked up again at each save.
@@ -169,7 +169,7 @@ class Trainers:
         _savers[id(self)] = self
 
     def look_anew(self) -> None:
-        """Start counting again, for example after a load, because a load also writes parameters."""
+        """Start counting again, for example after a load, because loads write parameters, too."""
         self._steps = Steps(self._parameters(), self._optimizers())
 
     def unsaved(self, tables: Mapping[str, SavableTable], extras: Mapping[str, Any], *, is_logged: bool) -> Unsaved:
@@ -229,7 +229,7 @@ class Trainers:
         left = [name for name, one in parameters.items() if name in self._steps.trained and id(one) not in in_hand]
         if not left:
             return []
-        own = _saved_parameters()  # wrappers may train copies of them, as SafeFP16Optimizer does
+        own = _saved_parameters()  # wrappers may train copies of these, as SafeFP16Optimizer does
         named = {name for name, one in self._registered().items() if is_keyed(one) or values_of(one) & own}
         others = (extras.get(name) for name in self._extra.objects.keys() - named)
         return left if len({id(parameters[name]) for name in left}) > sum(map(_n_optimized, others)) else []
@@ -316,10 +316,10 @@ class Trainers:
         registered = (one for one in self._registered().values() if any(group["params"] for group in groups_of(one)))
         idle = [lineage_of(one)[0] for one in registered if not values_of(one)]
         for kind in idle:
-            self._warn(("idle", kind), f"{kind} trains nothing: all its parameters are empty, since {_TRAIN_TABLES}")
+            self._warn(("idle", kind), f"{kind} trains nothing: all its parameters are empty, because {_TRAIN_TABLES}")
         for name in () if idle else piled:
             self._warn(
-                ("piled", name), f"no optimizer trains table {name!r}, whose gradients wait for one: {_TRAIN_TABLES}"
+                ("piled", name), f"no optimizer trains table {name!r}, so its gradients are never used: {_TRAIN_TABLES}"
             )
         if trained:
             self._warn(("trained", *trained), _SPARSE.format(", ".join(map(repr, trained))))

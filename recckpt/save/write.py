@@ -38,7 +38,7 @@ class NamesAndSlots:
     """The names and slots of a rank's tables; usually the same on all ranks."""
 
     names: tuple[str, ...]
-    kinds: tuple[Slots, ...]  # all distinct ones
+    kinds: tuple[Slots, ...]  # all distinct combinations of slots
     kind_of: tuple[int, ...]  # index into ``kinds`` for each table
 
     @classmethod
@@ -56,7 +56,7 @@ class WrittenTables:
         counts: number of rows per table; in a delta also upserts and deletes. Shape (1 or 3, tables).
         reduced: table -> what was left out; only tables that were not saved whole.
         evicted_to: table -> step up to which rows were evicted; only tables that evict by step.
-        clock: table -> when the clock has dated rows; only tables where it has.
+        clock: table -> first and last date that the clock gave rows; only tables with such dates.
         live: live table -> its layout, the same on all ranks.
     """
 
@@ -79,7 +79,7 @@ def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> 
     slots = _slots_of_all({heads: group[0] for heads, group in alike.items()})
     places = {name: place for place, name in enumerate(slots)}
     counts = np.zeros((len(ranks[0].counts), len(slots)), np.int64)
-    n_ranks = np.zeros(len(slots), np.int64)  # that have the table
+    n_ranks = np.zeros(len(slots), np.int64)  # number of ranks that have the table
     for heads, group in alike.items():
         at = [places[name] for name in heads.names]
         counts[:, at] += sum(ranks[rank].counts for rank in group)
@@ -91,7 +91,7 @@ def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> 
 
     def entry(name: str, n_rows: int, *changed: int) -> TableEntry:
         steps = evicted_to.get(name, [])
-        is_even = len(steps) == n_ranks[places[name]] and len(set(steps)) == 1  # else each slice has its own step
+        is_even = len(steps) == n_ranks[places[name]] and len(set(steps)) == 1  # otherwise each slice has its own step
         return TableEntry(
             name,
             n_rows,
@@ -130,15 +130,15 @@ def _by_name(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, list[_T]]:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank wrote, and how long it took. In a blocking save, ``blocked_sec`` ends when the rank has written."""
+    """The outcome of writing on one rank. In a blocking save, ``blocked_sec`` ends when the rank has written."""
 
     shard: ShardRecord
     tables: WrittenTables
     stage_sec: float
     blocked_sec: float
     write_sec: float
-    n_kept: int  # rows that were copied aside because training changed them meanwhile
-    n_evicted: int  # by its tables
+    n_kept: int  # rows copied aside because training changed them meanwhile
+    n_evicted: int  # rows evicted by the tables of this rank
 
 
 def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: Progress) -> RankRecord:
@@ -172,7 +172,7 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: P
             staged.release()  # before slow work: until this call, training has to copy the rows it changes
             outbox.publish(to.concurrency)
     except OSError as error:
-        if not is_transient(error):  # the network has failed for minutes: do not try it again
+        if not is_transient(error):  # the network has failed for minutes: do not retry
             check_owner()
         raise
     seconds = job.info.stage_sec, job.info.blocked_sec, time.perf_counter() - begin
