@@ -22,7 +22,7 @@ ACTIONS = ("error", "skip", "cast", "resize")
 
 @dataclass(frozen=True)
 class Renames:
-    """``oname``: rules, model name -> name in the checkpoint, with the same wildcards on both sides, or without.
+    """The ``oname`` rules: model name -> name in the checkpoint. Both sides have the same wildcards, or none.
 
     A rule for a table renames all of its slots, except slots with their own rule (``table@slot``). A rule for the ids
     or embeddings of a table is taken as a rule for the table.
@@ -44,7 +44,7 @@ class Renames:
             renamed = self._matches(f"{name.table}@{slot}", of_slots=True)
             tables |= {text.rpartition("@")[0] or text: rule for text, rule in renamed.items()}
         table = _only(name.table, tables)
-        if not tables and (waited_for := counted_table(name.table)):  # what counts the ids of a table goes with it
+        if not tables and (waited_for := counted_table(name.table)):  # a table of counts is renamed with its table
             table = _only(waited_for, self._matches(waited_for)) + name.table[len(waited_for) :]
         return _only(name.text, matches) if matches else f"{table}@{name.slot}"
 
@@ -174,7 +174,7 @@ class Entry:
 
 
 def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Entry:
-    """Return the entry for a ``load_conf``; None asks for everything, strictly.
+    """Return the entry for a ``load_conf``; None as ``load_conf`` requests everything, strictly.
 
     Raises one LoadConfError that lists all unknown keys and all values of a wrong type.
     """
@@ -184,20 +184,20 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
     entry = _parse("load_conf", conf, problems, with_path=False, own=own)
     if problems:
         raise LoadConfError(problems)
-    return entry or Entry(load=(), is_own=own)  # it says "skip"
+    return entry or Entry(load=(), is_own=own)  # None: ``load_conf`` is "skip"
 
 
 def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """Return the entries of a bank. A bank is a list of entries, one entry, a path with the rest of its entry, or None.
+    """Return the entries of a bank: a list of entries, one entry, a path whose entry has ``conf`` as its rest, or None.
 
-    Raises LoadConfError if the rest of an entry is not a dict, or comes without a path.
+    Raises LoadConfError if ``conf`` is not a dict, or is given without a path.
     """
     if isinstance(bank, str | PathLike):
         if not isinstance(conf, Mapping | None):
             raise LoadConfError([f"conf: found {type(conf).__name__}, expected a dict"])
         return [{**(conf or {}), "path": bank}]
     if conf is not None:
-        raise LoadConfError([f"conf: found {conf!r} beside a whole bank; it belongs to a path"])
+        raise LoadConfError([f"conf: found {conf!r} and a bank; give conf= only if the bank is a path"])
     if bank is None:
         return []
     return [bank] if isinstance(bank, Mapping) else bank

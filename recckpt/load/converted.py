@@ -1,4 +1,4 @@
-"""Dense tensors of a checkpoint that are rows of live tables here, and its tables that are dense tensors here."""
+"""Fills live tables from dense tensors of a checkpoint, and dense tensors from its tables."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from recckpt.sparse.files.table_target import Ages, LoadTarget
 from recckpt.storage.transfers import WorkDir
 from recckpt.types import EMBEDDING, SlotSpec, is_optimizer_slot
 
-_STEP_BYTES = 16 << 20  # of the rows that are read at a time
+_STEP_BYTES = 16 << 20  # bytes of rows read at a time
 _STATE_REMEDY = "leave it out with 'exclude', and it starts fresh"
-_INT_STEP = "SparseAdam"  # counts in an int, the others in a tensor
+_INT_STEP = "SparseAdam"  # has its step as an int, other optimizers as a tensor
 _WITHOUT_STEP = "SGD"
 
 
@@ -44,8 +44,8 @@ class TensorRows:
     """The dense tensors of one checkpoint that fill live tables here.
 
     Raises:
-        StateMismatchError: optimizer states do not have one value for each of these rows; names all.
-        CorruptCheckpointError: a registered state is not what the manifest says.
+        StateMismatchError: optimizer states do not have one value for each of these rows; the message names all.
+        CorruptCheckpointError: a registered state differs from the manifest.
     """
 
     def __init__(self, live: LiveState, items: Sequence[Planned], source: OpenSource, number: int) -> None:
@@ -77,7 +77,7 @@ class TensorRows:
         for item in self._planned:
             settled = item
             if item.name.slot != ID and _slot_there(item) not in self._columns[item.thing.tensor]:
-                reason = f"{item.thing.optimizer!r} there has no such state of {item.thing.tensor!r}"
+                reason = f"{item.thing.optimizer!r} in the checkpoint has no such state of {item.thing.tensor!r}"
                 settled = Planned(item.name, reason=reason)
             planned[item.name] = [settled]
         names = {item.name for item in items}
@@ -218,7 +218,7 @@ def _slot_there(item: Planned) -> str:
 def _misfit(item: Planned, value: Any, live: LiveState) -> tuple[object, object] | None:
     """Return (found, expected) if a state does not have one value for each row."""
     if item.name.slot == EMBEDDING:
-        return None  # the plan has looked at it
+        return None  # the plan has checked it
     others = {slot.name: slot for slot in live.other_slots(item.name.table)}
     slot: Thing | SlotSpec = live.inventory.get(item.name) or others[item.name.slot]
     expected = f"{slot.dtype} {(item.thing.rows, *slot.shape)}"

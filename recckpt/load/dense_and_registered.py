@@ -39,11 +39,11 @@ _EXTRA_STATE = "_extra_state"
 @dataclass(frozen=True)
 class OtherState:
     dense: Mapping[str, Any]  # the model's state, by the model's names
-    extra: Mapping[str, Any]  # of registered objects, and of unregistered names
+    extra: Mapping[str, Any]  # states of registered objects and of unregistered names
     io_state: Mapping[str, Any]  # positions of datasets
     sparse_optim: dict[str, Any] | None  # scalars of the sparse optimizer; None to keep its own
     generators: Mapping[str, Any]  # states of random generators; empty to keep them
-    notes: Sequence[str] = ()  # what starts fresh, which only the read states show
+    notes: Sequence[str] = ()  # on what starts fresh, as far as only read states show it
 
 
 def read_other_state(
@@ -95,7 +95,7 @@ def _dense_state(
                 continue
             if item.conversion:
                 value = value.to(there.dtype)
-                if value.shape != there.shape:  # the live one pads it
+                if value.shape != there.shape:  # the live tensor is larger: its padding is kept
                     padded = there.detach().clone().cpu()
                     both = tuple(slice(min(sizes)) for sizes in zip(value.shape, there.shape, strict=True))
                     padded[both] = value[both]
@@ -194,7 +194,7 @@ class ModelLoad:
             whole = value.detach().to(live.device, live.dtype, copy=True)
             if isinstance(live, nn.Parameter) and not live.is_inference():
                 with torch.no_grad():
-                    live.set_(whole.untyped_storage(), 0, whole.shape, whole.stride())  # its optimizer knows it
+                    live.set_(whole.untyped_storage(), 0, whole.shape, whole.stride())  # in place: its optimizer has it
             elif live.is_inference() and not (is_overlapping(live) or is_read_only(live)):
                 with torch.inference_mode():
                     live.copy_(value)
@@ -236,7 +236,7 @@ class ModelLoad:
                 with torch.no_grad():
                     there.copy_(value)
         except Exception:
-            log.warning("%s: the model keeps what was loaded, though the load failed: load again", name, exc_info=True)
+            log.warning("%s: the load failed, but the model keeps the loaded state: load again", name, exc_info=True)
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         key = name.rpartition(".")[2]
@@ -262,7 +262,7 @@ def _has_own_load(module: nn.Module) -> bool:
     kind = type(module)
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     for method in (kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state, *hooks):
-        function: Any = getattr(method, "hook", method)  # torch wraps hooks that it passes the module to
+        function: Any = getattr(method, "hook", method)  # torch wraps hooks that take the module as an argument
         while isinstance(function, partial):
             function = function.func
         if str(getattr(function, "__module__", "")).partition(".")[0] not in LOADS_AS_TORCH:

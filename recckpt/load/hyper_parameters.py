@@ -21,7 +21,7 @@ from recckpt.text import first_few
 
 log = logging.getLogger("recckpt")
 
-_NO_SETTINGS = {"params", "tables", NAMES, SHAPES, "initial_lr"}  # the last is what schedulers note in a group
+_NO_SETTINGS = {"params", "tables", NAMES, SHAPES, "initial_lr"}  # schedulers add initial_lr to a group
 _KEPT, _REPLACED = (lambda each: "{} {}, not {}".format(*each)), (lambda each: "{} {} -> {}".format(*each))
 _RATES = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums")  # of torch's schedulers, one per group
 
@@ -38,7 +38,7 @@ class HyperParameters:
         self._groups = {name: (one, [dict(group) for group in groups_of(one)]) for name, one in own.items()}
         self._schedules: dict[str, list[tuple[LRScheduler, dict[str, Any]]]] = {}  # with the rates of this run
         for name, obj in objects.items():
-            for one in schedulers_in(obj):  # itself first, then those inside of it
+            for one in schedulers_in(obj):  # the object itself first, then schedulers inside it
                 rates = {key: value for key in _RATES if (value := getattr(one, key, None))}
                 self._schedules.setdefault(name, []).append((one, rates))
 
@@ -93,7 +93,7 @@ class HyperParameters:
         own = scheduler.optimizer.param_groups
         of_it = {name for name, (one, _) in self._groups.items() if any(a is b for a in groups_of(one) for b in own)}
         is_other = [plain(group["lr"]) for group in own] != scheduler.get_last_lr()
-        return of_it.isdisjoint(loaded) and (bool(of_it) or is_other)  # of one that is not known the rates tell
+        return of_it.isdisjoint(loaded) and (bool(of_it) or is_other)  # without a known optimizer, compare rates
 
 
 def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None:
@@ -111,7 +111,7 @@ def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None
     for scheduler, rates in schedules:
         vars(scheduler).update(rates)
     if factors:
-        factors += factors[-1:] * len(outer.optimizer.param_groups)  # of a group that is new
+        factors += factors[-1:] * len(outer.optimizer.param_groups)  # factors of new groups
         for group, base, factor in zip(outer.optimizer.param_groups, with_bases[0][1], factors, strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(float(base) * factor)

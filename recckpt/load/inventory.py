@@ -18,25 +18,25 @@ from recckpt.text import escaped
 from recckpt.types import EMBEDDING, SlotSpec
 
 PLAIN = "plain data"  # in place of a dtype: state that is not a tensor
-_COLUMNS = "columns "  # before the ranges of a slot
-_EMBEDDING = "embedding weight"  # behind the dense tensor of one
-_SCHEDULE = "schedule"  # behind a registered object that is one
-_WRAPPED, _COMPILED = "module.", "_orig_mod"  # what DistributedDataParallel and torch.compile put into names
-_N_AVERAGED = "n_averaged"  # of AveragedModel, which wraps as DistributedDataParallel does
+_COLUMNS = "columns "  # prefix of the ranges of a slot
+_EMBEDDING = "embedding weight"  # marks the dense tensor of an embedding
+_SCHEDULE = "schedule"  # marks a registered object that is a schedule
+_WRAPPED, _COMPILED = "module.", "_orig_mod"  # prefixes that DistributedDataParallel and torch.compile put into names
+_N_AVERAGED = "n_averaged"  # buffer of AveragedModel, which adds the same prefix as DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class Thing:
-    dtype: str = ""  # of a slot or tensor, or PLAIN; "" if unknown or irrelevant
-    shape: tuple[int, ...] = ()  # of one row of a slot, or of a tensor
-    rows: int = 0  # of the table; 0 for anything but a slot or a table's rows as a tensor
-    n_bytes: int = 0  # to read; 0 if unknown
-    tied: tuple[str, ...] = ()  # other names of a tensor there, or of the parameter whose optimizer state this is;
-    # of a slot of a live table the names of the dense tensor that has its rows in a checkpoint without live tables
+    dtype: str = ""  # dtype of a slot or tensor, or PLAIN; "" if unknown or irrelevant
+    shape: tuple[int, ...] = ()  # shape of a tensor, or of one row of a slot
+    rows: int = 0  # rows of the table; 0 for anything but a slot or a table's rows as a tensor
+    n_bytes: int = 0  # bytes to read; 0 if unknown
+    tied: tuple[str, ...] = ()  # other names of a tensor in the checkpoint, or of the parameter with this state;
+    # for a slot of a live table: names that the dense tensor with its rows may have in a checkpoint
     lineage: Lineage = ()  # class of a dense optimizer; () if unknown
-    tensor: str = ""  # of a slot: the model's name for the dense tensor with these rows; "" in a table
-    table: str = ""  # of a dense tensor and its optimizer states: the table that has them in the checkpoint
-    state: str = ""  # of a slot: the sharded tensor with its values
+    tensor: str = ""  # for a slot: the model's name for the dense tensor with these rows; "" in a table
+    table: str = ""  # for a dense tensor and its optimizer states: the table that has them in the checkpoint
+    state: str = ""  # for a slot: the sharded tensor with its values
     optimizer: str = ""  # the registered optimizer with the states of these rows, and their step
     columns: tuple[tuple[int, int], ...] = ()  # ranges with one value each in a slot; () without
     is_embedding: bool = False  # whether a dense tensor is the weight of an embedding, which may get more rows
@@ -53,7 +53,7 @@ Inventory = Mapping[Name, Thing]
 class LoadCandidate:
     """The names in a checkpoint, and the entry of a bank that asks for some of them."""
 
-    entry: Entry  # of the bank
+    entry: Entry  # entry of the bank
     label: str  # the checkpoint's path
     inventory: Inventory
     reduced: Mapping[str, Reduced] = field(default_factory=dict)  # tables that were not saved whole
@@ -70,7 +70,7 @@ def checkpoint_inventory(
     for table in manifest.tables:
         dtypes = table.reduced.dtypes if table.reduced is not None else {}
         for slot in (SlotSpec(ID, "int64", ()), *table.slots):
-            dtype = dtypes.get(slot.name, slot.dtype)  # of the table, which stored it narrower
+            dtype = dtypes.get(slot.name, slot.dtype)  # the dtype in the table; the file has a narrower one
             columns = table.live.columns if table.live is not None and slot.name not in (ID, EMBEDDING) else ()
             of_ranges = columns if slot.shape == (len(columns),) else ()
             thing = Thing(dtype, slot.shape, table.rows, table.rows * slot.row_bytes, columns=of_ranges)
@@ -142,11 +142,11 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
             continue
         text = _unescaped(text)
         if group not in ("", *GROUPS):
-            raise LoadConfError([f"model names: {text!r} is of no group {group!r}; groups are {', '.join(GROUPS)}"])
+            raise LoadConfError([f"model names: {text!r} has unknown group {group!r}; groups are {', '.join(GROUPS)}"])
         try:
             sizes = tuple(int(size) for size in shape.split(",") if size)
         except ValueError as error:
-            raise LoadConfError([f"model names: {text!r} has no shape {shape!r}; write 3,4"]) from error
+            raise LoadConfError([f"model names: {text!r} has the invalid shape {shape!r}; write 3,4"]) from error
         is_slot = "@" in text and group in ("", "sparse", "sparse_opt")
         name = slot_name(*text.rsplit("@", 1)) if is_slot else Name(group or "dense", text)
         texts = tuple(_unescaped(other) for other in others if other)
@@ -154,7 +154,7 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
         tied, lineage = ((), texts) if name.is_settings else (tuple(text for text in texts if text not in ranges), ())
         spans = [span.split(":") for text in ranges for span in text.removeprefix(_COLUMNS).split(",")]
         if not all(len(span) == 2 and all(map(str.isdecimal, span)) for span in spans):
-            raise LoadConfError([f"model names: {ranges[0]!r} has no ranges of columns; write columns 0:4,4:8"])
+            raise LoadConfError([f"model names: {ranges[0]!r} are not ranges of columns; write columns 0:4,4:8"])
         columns = tuple((int(begin), int(end)) for begin, end in spans)
         is_schedule = name.group == "extra" and _SCHEDULE in texts
         tied = () if is_schedule else tied

@@ -37,7 +37,7 @@ from recckpt.text import first_few
 from recckpt.types import EMBEDDING, GEOMETRY, SavableTable, SlotSpec
 
 _MATERIALIZE = (
-    "what is copied to 'meta' is lost: give the model memory first, as by model.to_empty(device='cpu'), before its "
+    "values copied to 'meta' are lost: call, for example, model.to_empty(device='cpu') first, before the model's "
     "optimizers are made"
 )
 _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
@@ -78,7 +78,7 @@ class LiveState:
 
     @cached_property
     def needs(self) -> Needs:
-        """What this rank reads from files that belong to single ranks."""
+        """The items that this rank reads from files of single ranks."""
         slices = {name: self.targets[name.table].slice for name in self.inventory if name.is_slot}
         gathers = any(map(self.extra.gathers, self.extra))
         values = self.dense.items()
@@ -148,11 +148,11 @@ def _dense_things(model: nn.Module, dense: Mapping[str, Any]) -> dict[Name, Thin
         is_embedding, tied = number in embeddings, tuple(one for one in names_of.get(number, ()) if one != name)
         if not isinstance(value, torch.Tensor):
             thing = Thing(PLAIN, is_embedding=is_embedding)
-        elif is_lazy(value):  # it takes the dtype and shape of what is loaded
+        elif is_lazy(value):  # takes dtype and shape from the loaded tensor
             thing = Thing(tied=tied, is_embedding=is_embedding)
         else:
             dtype = str(value.dtype).removeprefix("torch.")
-            shape = tuple(getattr(value, GEOMETRY[0], value.shape))  # of the whole
+            shape = tuple(getattr(value, GEOMETRY[0], value.shape))  # shape of the whole tensor
             n_bytes = math.prod(shape) * value.dtype.itemsize
             thing = Thing(dtype, shape, 0, n_bytes, tied, is_embedding=is_embedding)
         things[Name("dense", name)] = thing
@@ -219,7 +219,7 @@ def _check_length(source: LocatedCheckpoint, item: Planned, table: AttachedTable
     saved, here, entry = item.thing.rows, table.live.n_rows, source.entry
     there = source.checkpoint.manifest.table(item.source.rpartition("@")[0])
     if entry.where != RowFilter() or (not item.thing.tensor and (there is None or there.live is None)):
-        return  # not all rows, or those of ids that need not be all numbers
+        return  # only some rows, or ids that are not row numbers
     _warn_of_new(source, table.name, saved, here, problems)
     is_cut = entry.out_of_range == "skip" or entry.action(slot_name(table.name, EMBEDDING)) == RESIZE
     if saved > here and not is_cut:
@@ -295,7 +295,7 @@ def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSourc
         mismatched[tied] = (f"other values than {other.source!r}", same)
     if untied:
         renames = {name: other.source for name, (_, other) in untied.items()}
-        remedy = f"say which is loaded: 'oname': {renames} gives both the same"
+        remedy = f"choose one of them: 'oname': {renames} loads it into both"
         raise StateMismatchError(what, mismatched=mismatched, remedy=remedy)
 
 

@@ -1,4 +1,4 @@
-"""The top level of a load: plan, read small state, load what may be refused, then tables, then the rest."""
+"""The top level of a load: plan, read small state, load state that objects may refuse, then tables, then the rest."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def row_loads(
     download_dir: WorkDir | None,
     concurrency: int,
 ) -> tuple[list[LinkLoad], list[OtherRows]]:
-    """Return the loads that fill the tables, in the order of the bank: rows of links, link by link, and rows of
-    tensors.
+    """Return the loads that fill the tables, in the order of the bank: rows of links, link by link; rows of tensors.
 
     ``sources``: each with its dense tensors that fill tables. ``step``: the global step that the run takes over.
     """
@@ -204,7 +203,7 @@ def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], s
         if item.name.is_settings and DECAY_STAYS in item.conversion
     }
     settings.after_load(" and ".join(planned.sources), objects, akin, with_log=live.shard == 0)
-    offers: dict[str, set[int]] = {}  # counts stay if rows and counts come from one checkpoint
+    offers: dict[str, set[int]] = {}  # a table keeps its counts if they and the rows come from one checkpoint
     for item in planned.items:
         if item.offer is not None and item.name.slot == ID:
             offers.setdefault(item.name.table, set()).add(item.offer)

@@ -61,7 +61,7 @@ def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[C
         rows = dict(counts[key] for counts in of_ranks if key in counts)
         spans = sorted(span for owned in rows for span in _spans(owned) if span[0] < span[1])
         meets = all(before[1] == after[0] for before, after in pairwise(spans)) and len({*map(type, rows)}) == 1
-        is_all_ids = meets and bool(spans) and spans[0][0] == 0 and spans[-1][1] == 1  # those of copies are there once
+        is_all_ids = meets and bool(spans) and spans[0][0] == 0 and spans[-1][1] == 1  # copies: only once
         entry = checkpoint.manifest.named_table(key[0])
         if is_all_ids and sum(rows.values()) != entry.rows:
             yield count_error(checkpoint.directory, entry.name, entry.rows, sum(rows.values()))
@@ -128,7 +128,7 @@ class Loader:
         self.before_load([source.storage for source in bank.sources])
         live = self.live_state(shard_id)
         with opened(bank.sources, live.needs) as sources:
-            alone = Meetings()  # whoever calls a saver by itself may be the only one who does
+            alone = Meetings()  # a rank that calls a saver directly may be the only one that does
             report = self.load_sources(live, sources, bank.problems, meetings=alone)
             self.note_if_whole(live, sources, report)
             return report
@@ -150,7 +150,7 @@ class Loader:
             attributes["kind"] = records[-1].kind
         if records and records[-1].step is not None:
             attributes["step"] = records[-1].step
-        retries, is_first = (lambda: self.storage.n_retries), live.shard == 0  # who reports for all ranks
+        retries, is_first = (lambda: self.storage.n_retries), live.shard == 0  # rank 0 reports for all ranks
         with Operation("load", attributes, run=self.run, retries=retries, is_reported=is_first) as span:
             report = loading.load(
                 live,
@@ -195,7 +195,7 @@ class Loader:
 
 
 class Loads(OneProcess):
-    """The half of a saver that loads, and plans loads."""
+    """The loading half of a saver."""
 
     loader: Loader
 
@@ -207,7 +207,7 @@ class Loads(OneProcess):
         shard_id: int | None = None,
         direct_path: bool = False,
     ) -> LoadReport:
-        """Load a checkpoint into the model and what is registered.
+        """Load a checkpoint into the model and the registered objects.
 
         Args:
             ckpt_path: an id of the own output dir, an output dir, or a checkpoint itself; None for the own output dir.
@@ -254,7 +254,7 @@ class Loads(OneProcess):
             return self.loader.load_located(lambda: locate_bank(entries), shard_id)
 
     def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
-        """Return what :meth:`load_by_config` would do, or raise the same errors. Reads no rows, and changes nothing."""
+        """Return the plan of :meth:`load_by_config`, or raise the same errors. Reads no rows, and changes nothing."""
         with self._turn():
             entries = as_bank(bank, conf)
             return self.loader.plan_located(lambda: locate_bank(entries), shard_id)

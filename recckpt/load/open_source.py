@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Needs:
-    """What one rank reads from files that belong to single ranks."""
+    """The items that one rank reads from files of single ranks."""
 
     shard: int
     shards: int
@@ -58,11 +58,11 @@ class OpenSource:
     def __init__(self, at: LocatedCheckpoint, needs: Needs | None) -> None:
         self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
         self._n_bytes = 0
-        self.states: dict[str, dict[str, Any]] = {}  # that were read
+        self.states: dict[str, dict[str, Any]] = {}  # the states read so far
         self._batches: Sequence[LinkBatches] = ()
         self.updates: Collection[str] = ()  # tables for which only links that are new to the model are read
         self._chain = at.opened.twin() if at.opened else OpenChain.of(at.storage, at.checkpoint)
-        with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
+        with ExitStack() as closed_on_error:  # an error refers to this object, and may be kept
             closed_on_error.callback(self._chain.close)
             self._chain.files.keep_open(file.name for file in self._manifest.files if not layout.is_of_rank(file.name))
             if needs is not None:
@@ -90,7 +90,7 @@ class OpenSource:
         for name in (Name("dense", tensor) for tensor in needs.tensors):
             try:
                 there = self.at.entry.renames.source(name)
-            except ValueError:  # which the plan refuses
+            except ValueError:  # the plan refuses such rules
                 continue
             if there not in self._manifest.names.dense and self.at.entry.wants(name):
                 of_tensors.update(table for table in tables_of_tensor(there) if self._manifest.table(table))
@@ -117,7 +117,7 @@ class OpenSource:
         self, number: int, fillers: Sequence[Filler], download_dir: WorkDir | None, concurrency: int
     ) -> list[LinkLoad]:
         """Return the loads that fill tables, one per link, the newest first."""
-        from recckpt.sparse.files.link_pass import LinkLoad  # torch, which a plan does without
+        from recckpt.sparse.files.link_pass import LinkLoad  # imports torch, which a plan does not need
 
         loads = []
         for at, (link, batches) in enumerate(zip(self._chain.links, self._batches, strict=False)):
@@ -168,9 +168,9 @@ class OpenSource:
             states = self.state(layout.of_rank(content, other))
             if name in states:
                 label = self.at.label
-                log.warning("%s: rank %d had no state of %r, it takes that of rank %d", label, shard, name, other)
+                log.warning("%s: rank %d saved no state of %r, and gets that of rank %d", label, shard, name, other)
                 return states[name]
-        return self.value(layout.of_rank(content, shard), name)  # an error: the manifest says that a rank has one
+        return self.value(layout.of_rank(content, shard), name)  # raises: the manifest says that some rank has a state
 
     def row_scalars(self) -> dict[str, Any]:
         is_there = layout.SPARSE_OPTIM in self._manifest.names.extra
@@ -188,7 +188,7 @@ class OpenSource:
 
     def dense(self, live: Iterable[str]) -> dict[str, Any]:
         """Return the dense state under the model's names; for a sharded tensor, the places of its values."""
-        from recckpt.dense.loader import check_indexed  # torch, which a plan does without
+        from recckpt.dense.loader import check_indexed  # imports torch, which a plan does not need
 
         values = dict(self.state(layout.MODEL))
         path = layout.join(self._directory, layout.MODEL)
@@ -204,7 +204,7 @@ class OpenSource:
 
 @contextmanager
 def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
-    """Open checkpoints until the end of the ``with`` block; errors as of :class:`OpenSource`."""
+    """Open checkpoints until the end of the ``with`` block; errors as for :class:`OpenSource`."""
     with collected_rarely(), ExitStack() as stack:
         opened_sources = []
         for source in sources:
@@ -220,7 +220,7 @@ def needed_files(manifest: Manifest, needs: Needs, *, is_whole: bool = True) -> 
     """
     names = {file.name for file in manifest.files}
     is_any = bool(needs.slices or needs.tensors) and not is_whole
-    if is_any or any(tensor not in manifest.names.dense for tensor in needs.tensors):  # which may be a table
+    if is_any or any(tensor not in manifest.names.dense for tensor in needs.tensors):  # such a tensor may be a table
         return frozenset(names)
     catalogs = {manifest.shards[number].catalog for number in met_shards(manifest, set(needs.slices.values()))}
     others = {name for name in names if layout.has_rows(name)} - catalogs

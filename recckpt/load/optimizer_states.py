@@ -42,7 +42,7 @@ log = logging.getLogger("recckpt")
 _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 _States = dict[str, tuple[tuple[int, ...], Mapping[str, Any] | None]]  # parameter -> (its shape, its state if any)
 _GO_BY_PLACE = {"LBFGS"}  # keep one state for the concatenated values of all parameters, under the first one
-_ELSEWHERE = "it goes by the places of the parameters, which are others here"
+_ELSEWHERE = "it depends on the order of the parameters, which differs here"
 
 
 def sparse_optimizer_state(
@@ -135,11 +135,11 @@ def _with_settings(
     """
     tables = {there.get(table, table) for table in live["tables"]}
     if others := [table for table in live["tables"] if table not in alike]:
-        log.warning("sparse optimizer: %s had other slots; the hyper-parameters here stay", sorted(others))
+        log.warning("sparse optimizer: %s had other slots; this run's hyper-parameters stay", sorted(others))
         return dict(live)
     saved = next((group for group in saved_groups if tables <= set(group.get("tables", ()))), None)
     if saved is None:
-        log.warning("sparse optimizer: %s were in no one group; their hyper-parameters stay", sorted(tables))
+        log.warning("sparse optimizer: %s were not in one group; this run's hyper-parameters stay", sorted(tables))
     group = {**live, **(saved or {}), "tables": live["tables"]}
     if any(table in other_decay for table in live["tables"]):
         own = {key: live[key] for key in DECAY if key in live}
@@ -193,7 +193,7 @@ class _Composer:
         if settings.offer is not None and not settings.thing.table:
             source = self._sources[settings.offer]
             saved = self._value(source, settings.source)
-            if not is_named(saved):  # by the places of the parameters, as torch has it
+            if not is_named(saved):  # state by position, as torch saves it
                 return as_here(saved, partial(self._live.extra.beside, self._name, saved), source)
             groups = self._renamed(saved["param_groups"], source)
         elif settings.offer is not None:
@@ -209,7 +209,7 @@ class _Composer:
             loaded = next((each.offer for each in named if each and each.offer is not None), None)
             if item.offer is not None:
                 states[parameter] = self._state_of(parameter, item, item.offer)
-            elif loaded is not None and self._sources[loaded].at.entry.wants(item.name):  # asked for, and not there
+            elif loaded is not None and self._sources[loaded].at.entry.wants(item.name):  # requested, but not saved
                 states[parameter] = None
         if any(states.values()) and _GO_BY_PLACE.intersection(lineage_of(self._optimizer.optimizer)):
             saved_at = self._saved_at()
@@ -253,7 +253,7 @@ class _Composer:
             return Shared(*as_here(parts, lambda: (parts, None), self._sources[number]))
         names = first_few(sorted(map(str, left)), len(left))
         self.notes.append(
-            f"{self._name!r}: {names} in its state, which belongs to no one parameter, starts fresh: {_ELSEWHERE}"
+            f"{self._name!r}: {names} in its state, which belongs to no single parameter, starts fresh: {_ELSEWHERE}"
         )
         return shared.without(left)
 
@@ -293,13 +293,13 @@ class _Composer:
             for name in names:
                 try:
                     text = source.at.entry.renames.source(Name("dense", name))
-                except ValueError:  # the rules do not agree on it
+                except ValueError:  # the rules give several names
                     text = name
                 there.setdefault(first, []).append(text)
         for first, texts in there.items():
             item = self._planned[state_name(first, self._name)]
             if item.offer is not None and self._sources[item.offer] is source:
-                texts.append(item.source.rpartition("@")[0])  # it may be tied there alone
+                texts.append(item.source.rpartition("@")[0])  # the parameter may be tied only in the checkpoint
         return {first: next((text for text in texts if text in known), "") for first, texts in there.items()}
 
     def _state_of(self, parameter: str, item: Planned, offer: int) -> Mapping[str, Any] | None:
@@ -309,7 +309,7 @@ class _Composer:
             of_rows = self._tables[offer].state(item)
             return self._cast(parameter, of_rows) if of_rows else None
         source, (there, is_listed, name) = self._sources[offer], item.source.rpartition("@")
-        if not is_listed:  # it was planned to come whole
+        if not is_listed:  # the plan was to load the whole state
             found, expected = "the names of its parameters", "none, since the manifest lists none"
             raise source.corrupt(layout.EXTRA, repr(name), found=found, expected=expected)
         if (offer, name) not in self._saved:
@@ -328,7 +328,7 @@ class _Composer:
         like = partial(self._optimizer.like, tensor, saved)
         here = as_here(saved, lambda: (saved, like()), source, is_spread=is_sharded(tensor))
         values = self._cast(parameter, here)
-        return deepcopy(values) if self._uses[offer, item.source] > 1 else values  # torch takes the tensors over
+        return deepcopy(values) if self._uses[offer, item.source] > 1 else values  # torch keeps these tensors
 
     def _cast(self, parameter: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state whose moments are cast like the parameter, if a rule has cast the parameter."""

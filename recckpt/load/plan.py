@@ -43,7 +43,7 @@ def regroups(saved: Thing, live: Thing) -> bool:
 
 def _values_of(thing: Thing) -> str:
     if not thing.columns:
-        return "one value a row"
+        return "one value per row"
     return f"one value for each of the columns {', '.join(f'{begin}:{end}' for begin, end in thing.columns)}"
 
 
@@ -63,7 +63,7 @@ class Match:
                     problems.refuse(offer.entry, f"'oname': {error}", of_names=True)
                 continue
             if model[name].tied and name.is_slot and source not in offer.inventory:
-                akin = slot_name(source.table, akin_slot(source.slot) or source.slot)  # of an akin optimizer
+                akin = slot_name(source.table, akin_slot(source.slot) or source.slot)  # slot of a similar optimizer
                 source = akin if akin in offer.inventory else source
             self._known.add(source)
             if is_asked:
@@ -86,32 +86,32 @@ class Match:
         for name in (name for name in whole if name.group in entry.strict_groups):
             problems.lack([entry], name.table or name.text, in_model=True)
         others = [name.table or name.text for name in whole if name.group not in entry.strict_groups]
-        taken_tables = self._known | {slot_name(name.table, ID) for name in left} - inventory.keys()  # or as tensors
+        taken_tables = self._known | {slot_name(name.table, ID) for name in left} - inventory.keys()  # also as tensors
         slots = [] if entry.serves else [name for name in left if name.slot not in ("", ID, EMBEDDING)]
         others += [name.text for name in slots if slot_name(name.table, ID) in taken_tables]
         if others:
-            problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
+            problems.warn(entry, f"{label} has names that are not in the model: {first_few(others)}")
         taken = {source.table for source in self.there.values() if source in inventory}
         reduced = {table: each for table, each in self.offer.reduced.items() if table in taken}
-        what = "training that goes on from there is not, bit for bit, the training that was saved"
+        what = "training that continues from there will not match the saved training bit for bit"
         if entry.serves:
             reduced = {table: each.of_slots((EMBEDDING,)) for table, each in reduced.items()}
-            what = "its rows are not, bit for bit, those that were trained"
+            what = "its rows do not match the trained rows bit for bit"
         for line in descriptions_of(reduced):
             problems.warn(entry, f"{label} was saved with {line}: {what}")
         for line in self.offer.unsaved.descriptions if entry.is_own else ():
             problems.warn(entry, f"{label} lacks {line}")
         objects = [name.text for name in left if name.is_object]
         if entry.is_own and objects:
-            remedy = "register it before it is loaded, or saves to come lack it"
-            problems.warn(entry, f"{label} has the state of what is not registered: {first_few(objects)}; {remedy}")
+            remedy = "register them before the load, or later saves lack them"
+            problems.warn(entry, f"{label} has states of unregistered objects: {first_few(objects)}; {remedy}")
 
     def _left(self) -> list[Name]:
         entry, inventory = self.offer.entry, self.offer.inventory
         left = [name for name in inventory if name not in self._known and entry.wants(name)]
         if not entry.serves:
             return left
-        counts = set[str]()  # tables that count ids which wait for a row in another, as only training needs
+        counts = set[str]()  # tables of counts for ids that wait for a row: only training needs them
         for table in {name.table for name in left if name.is_slot}:
             dtype = inventory.get(slot_name(table, EMBEDDING), Thing()).dtype
             if (waited_for := counted_table(table)) and slot_name(waited_for, ID) in inventory and dtype in COUNTS:
@@ -168,7 +168,7 @@ def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
     text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
     if name.parameter:
         parameters = [renames.source(Name("dense", one)) for one in (name.parameter, *tied)]
-        things = [offer.inventory.get(Name("dense", one), Thing()) for one in parameters]  # may be tied there alone
+        things = [offer.inventory.get(Name("dense", one), Thing()) for one in parameters]  # may be tied only there
         texts = dict.fromkeys([*parameters, *(other for thing in things for other in thing.tied)])
         names = [state_name(one, text) for one in texts]
         return next((one for one in names if one in offer.inventory), names[0])
@@ -177,7 +177,7 @@ def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
     if not name.is_slot or "@" not in text:
         return Name(name.group, text)
     table, slot = text.rsplit("@", 1)
-    others = names_of_table(name.table, table, tied)  # as which a live table may be there
+    others = names_of_table(name.table, table, tied)  # names of a live table there
     known = (one for one in (table, *others) if slot_name(one, ID) in offer.inventory)
     return slot_name(next(known, table), slot)
 
@@ -199,13 +199,13 @@ def _conversion(saved: Thing, live: Thing, action: str, *, of_rows: bool, regrou
     if regroups(saved, live):
         before, after = _values_of(saved), _values_of(live)
         if not saved.columns and saved.shape:
-            raise ValueError(f"{saved}, of ranges of columns that are not known", f"{live}, {after}")
+            raise ValueError(f"{saved}, in unknown ranges of columns", f"{live}, {after}")
         if not regrouped:
             raise ValueError(f"{saved}, {before}", f"{live}, {after}; or 'convert': True in load_conf")
         steps.append(f"{before} -> {after}")
         saved = replace(saved, shape=live.shape)
     is_alike = saved.dtype == live.dtype and live.is_embedding and saved.shape[1:] == live.shape[1:]
-    if action == "error" and is_alike and saved.shape[:1] < live.shape[:1]:  # nothing but more rows here
+    if action == "error" and is_alike and saved.shape[:1] < live.shape[:1]:  # here are only more rows
         action = RESIZE
     if saved.dtype != live.dtype:
         allowed = action in ("cast", "resize") and PLAIN not in (saved.dtype, live.dtype)
@@ -302,7 +302,7 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
     """Plan the state of one parameter of a dense optimizer: the state comes from the source of the parameter."""
     parameters = [item for one in (name.parameter, *tied) if (item := planned.get(Name("dense", one)))]
     parameter = next((item for item in parameters if item.offer is not None), parameters[0] if parameters else None)
-    if parameter is None:  # not in the state dict, as that of a loss: such a one is at home in the own run only
+    if parameter is None:  # such as a parameter of a loss: only the own run may have its state
         own = [n for n, match in enumerate(matches) if match.offer.entry.is_own and name in match.there]
         return _state_of(name, own[0], matches) if own else Planned(name, reason="its parameter is not in the model")
     if parameter.offer is None:
@@ -315,7 +315,7 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
     is_resumed = settings is not None and settings.offer == parameter.offer
     if settings is None or not is_resumed or Name("dense_opt", settings.source) in inventory:
         return _state_of(name, parameter.offer, matches)
-    return Planned(name, settings.offer, settings.source)  # the state comes whole, by the places of the parameters
+    return Planned(name, settings.offer, settings.source)  # the whole state is loaded, by position
 
 
 def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
@@ -355,7 +355,7 @@ def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], 
             if thing is None:
                 problems.refuse(offer.entry, f"'where': {offer.label} has no '{table}@{slot}'", of_names=True)
             elif math.prod(thing.shape) != 1:
-                what = f"'{table}@{slot}' is {thing}, expected one number a row"
+                what = f"'{table}@{slot}' is {thing}, expected one number per row"
                 problems.refuse(offer.entry, f"'where': {what}")
 
 

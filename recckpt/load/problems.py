@@ -16,7 +16,7 @@ from recckpt.text import first_few, nearest
 _ACTIONS = ("cast", "resize", "skip")  # in order of preference
 _SHOWN = 6
 _MOST_PAIRS = 1_000  # pairs of names to compare at most, so that an error is not delayed
-_RESIZE_KEEPS = "'resize' keeps the values at equal positions, of a tensor its first rows"
+_RESIZE_KEEPS = "'resize' keeps the values at equal positions; of a tensor, the first rows"
 _RENAME = "'oname': {'NAME IN THE MODEL': 'NAME IN THE CHECKPOINT'}"
 
 
@@ -86,7 +86,7 @@ class Problems:
                 name: (f"{found} in {self._mismatched_in[name]}", expected)
                 for name, (found, expected) in mismatched.items()
             }
-        # What counts the ids of a table that is among the names is renamed, or left out, with that table.
+        # A table of counts is renamed, or left out, together with its table if that table is among the names.
         missing, unexpected = (
             [name for name in names if counted_table(name) not in names] for names in (self.missing, self.unexpected)
         )
@@ -101,7 +101,7 @@ class Problems:
         misfits = [misfit] if missing or unexpected or mismatched else []
         if not self.conf and not misfits and len(self.not_found) == 1:
             entry, error = self.not_found[0]
-            if entry.path:  # the message begins with the entry that it is about
+            if entry.path:  # the message begins with its entry
                 error.args = (f"{entry.label}: {error}", *error.args[1:])
             raise error
         if misfits and not self.conf and not self.not_found:
@@ -178,7 +178,7 @@ def check_patterns(entry: Entry, model: Inventory, there: Collection[Name], prob
         if pattern.is_everything or pattern.is_group:
             is_named = any(text in (name.text, name.table) for name in where)
             if pattern.is_group and key != "oname" and text != GLOBAL_STEP and is_named:
-                means = f"means the group; what is called so is meant by '[{text[0]}]{text[1:]}'"
+                means = f"means the group; for an object of this name, write '[{text[0]}]{text[1:]}'"
                 problems.warn(entry, f"{key!r}: {text!r} {means}")
             continue
         meant = [name for name in where if pattern.matches(name)]
@@ -206,7 +206,7 @@ def _doubts(
         yield f" matches only registered objects: {first_few(names)}"
     states = [name for name in model if name.parameter and name.optimizer == pattern.text]
     if key == "load" and states and not any(map(entry.wants, states)):
-        yield " means the settings of the optimizer; the state of a parameter comes with it, such as by 'dense'"
+        yield " means the settings of the optimizer; a parameter's state comes with the parameter, as with 'dense'"
 
 
 def names_and_tables(names: Iterable[Name]) -> set[str]:

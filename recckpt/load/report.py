@@ -15,12 +15,12 @@ from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
 
-UNASKED = "nothing asks for it"  # why what no entry names is not loaded
+UNASKED = "nothing asks for it"  # why names that no entry requests are not loaded
 SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
 SCHEDULE_STAYS = "the schedule of this run stays"  # why a scheduler of another run is not loaded
-OF_TRAINING = "only training needs it"  # why the rest is not loaded into a model that is to be evaluated or served
-SAVED_BY = "saved by "  # why those of an optimizer of another class are not loaded
-DECAY_STAYS = "the weight decay of this run stays: saved by "  # where a class that is akin has saved settings
+OF_TRAINING = "only training needs it"  # why other state is not loaded into a model for evaluation or serving
+SAVED_BY = "saved by "  # why the settings of another class of optimizer are not loaded
+DECAY_STAYS = "the weight decay of this run stays: saved by "  # if the settings come from a similar class
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 _NUMBERS = ("rows", "bytes")
@@ -35,7 +35,7 @@ class Planned:
     """The source of one name of the model, or the reason why its state stays.
 
     Attributes:
-        name: in the model.
+        name: its name in the model.
         offer: index of the candidate that the name is loaded from; None if the state stays.
         source: its name in that checkpoint.
         thing: what the checkpoint has; in a report, ``rows`` of a slot is the number of rows loaded.
@@ -60,7 +60,7 @@ class Planned:
 class LoadPlan:
     """The source of every name of the model, or the reason why the name keeps its initial value.
 
-    Prints as text, with ``[0]`` for the first of the sources. Notebooks show it as a table.
+    The text has ``[0]`` for the first source. Notebooks show it as a table.
 
     Attributes:
         items: one per name.
@@ -179,7 +179,7 @@ class LoadPlan:
     def _fresh_lines(self) -> list[str]:
         tensors = {item.name.text for item in self.fresh if item.name.group == "dense"}
         items = [item for item in self.fresh if item.name.parameter not in tensors]
-        # A table stands for its slots where its embedding is one of those with a reason.
+        # If the embedding has a reason, name the table instead of its slots.
         whole = {(item.name.table, item.reason) for item in items if item.name.slot == EMBEDDING}
         by_reason: dict[str, dict[str, None]] = {}
         for item in items:

@@ -24,7 +24,7 @@ from recckpt.sparse.table.table import HashTable
 from recckpt.sparse.table.tracker import Tracker
 from recckpt.storage import Storage, absolute, open_storage
 
-_THREADS = 4  # that read
+_THREADS = 4  # threads that read
 
 
 class Taken:
@@ -58,7 +58,7 @@ class Taken:
             table = live.tables[name]
             slots = {name for name in live.inventory if name.table == table.name}
             if not isinstance(table, HashTable) or (slot_name(table.name, ID) in names and not slots <= names):
-                return None  # to load it all again also gives other slots their first values
+                return None  # a full load also gives other slots their first values
             tables.append(table)
         return tables
 
@@ -72,7 +72,7 @@ def load_into(
     """Load the tables and the dense state of a trained model, to evaluate or serve it; writes nothing.
 
     Optimizers, registered objects and positions in the data are neither loaded nor required, because only training
-    needs them. Call ``model.eval()`` to look up without making rows. Not collective: under ``torchrun`` each rank that
+    needs them. Call ``model.eval()`` so that look-ups create no rows. Not collective: under ``torchrun`` each rank that
     calls it loads the ids that its tables own. Not thread-safe: the model must not be in use meanwhile.
 
     Args:
@@ -87,7 +87,7 @@ def load_into(
     Raises:
         TypeError: ``model`` is not a module.
         CheckpointNotFoundError: there is no checkpoint.
-        LoadConfError, StateMismatchError: what is asked for does not exist or does not fit; nothing has changed.
+        LoadConfError, StateMismatchError: requested state does not exist or does not fit; nothing has changed.
         CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
         PartlyLoadedError: reading failed after tables that had rows had changed.
     """
@@ -103,7 +103,7 @@ def serving_entry(model: nn.Module, load_conf: Mapping[str, Any] | None) -> Entr
     entry = replace(parse_load_conf(load_conf), serves=True)
     groups = [group for group in GROUPS if Name(group, "").is_of_training]
     if asked := [pattern.text for pattern in entry.load if pattern.text in groups]:
-        what = f"'load': only training needs {', '.join(map(repr, asked))}: Saver.load takes that, load_into does not"
+        what = f"'load': only training needs {', '.join(map(repr, asked))}: use Saver.load for that"
         raise LoadConfError([f"{entry.label}: {what}"])
     return entry
 
@@ -136,8 +136,8 @@ class Standby:
     thread-safe: during a load, look-ups of other threads may see rows of either checkpoint.
 
     Args:
-        model: any module, as of :func:`recckpt.load_into`.
-        load_conf: what to take, as there.
+        model: any module, as for :func:`recckpt.load_into`.
+        load_conf: what to load, as for that function.
 
     Raises:
         TypeError, LoadConfError: an argument is invalid.
@@ -153,11 +153,10 @@ class Standby:
         return None if self._taken is None else self._taken.manifest.step
 
     def load(self, path: str | os.PathLike[str] | OpenCheckpoint) -> LoadReport | None:
-        """Load a checkpoint into the model. Return what was read; None if the model, unchanged, already is at this
-        checkpoint.
+        """Load a checkpoint into the model, and return the report; None if the model already has it, unchanged.
 
         Args:
-            path: as of :func:`recckpt.load_into`: an output dir for its newest, or what :func:`recckpt.follow` yields.
+            path: as for :func:`recckpt.load_into`: an output dir for its newest, or what :func:`recckpt.follow` yields.
 
         Raises:
             Exception: as :func:`recckpt.load_into`; after a ``PartlyLoadedError`` the next load reads everything.

@@ -30,7 +30,7 @@ class OpenCheckpoint(Protocol):
 
 @dataclass(frozen=True)
 class LocatedCheckpoint:
-    entry: Entry  # what is to be loaded
+    entry: Entry  # the names to load
     storage: Storage  # output dir
     checkpoint: Checkpoint  # with its parents
     loaded_save_id: str = ""  # save id of the link whose rows the model's tables have, unchanged; "" for none
@@ -67,7 +67,7 @@ def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:
     for entry in parse_bank(bank, problems.conf):
         if entry.path:
             try:
-                here = replace(entry, path=absolute(entry.path))  # it may be located again in another working directory
+                here = replace(entry, path=absolute(entry.path))  # the working directory may change before a retry
                 sources.append(locate_given(here, here.path))
             except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
                 problems.not_found.append((entry, error))
@@ -82,14 +82,14 @@ def locate_asked(
     if direct_path:
         try:
             return open_checkpoint(str(ckpt_path))
-        except CheckpointNotFoundError as error:  # perhaps it is an id that was given to ``save``
+        except CheckpointNotFoundError as error:  # the path may be an id that was given to ``save``
             try:
                 is_id = list_checkpoints(own).find(str(ckpt_path)) is not None
             except OSError:
                 is_id = False
             if not is_id:
                 raise
-            hint = f"the own output dir has a checkpoint {ckpt_path!r}: load(ckpt_id={ckpt_path!r}) takes it"
+            hint = f"the own output dir has a checkpoint {ckpt_path!r}: load(ckpt_id={ckpt_path!r}) loads it"
             raise CheckpointNotFoundError(f"{error}; {hint}") from error
     if ckpt_id is not None:
         storage = own if ckpt_path is None else open_storage(str(ckpt_path))
@@ -98,7 +98,7 @@ def locate_asked(
         return own, newest(own)
     try:  # an id of the own output dir takes precedence over a path
         return own, locate_id(own, str(ckpt_path))
-    except (OSError, ValueError) as error:  # not an id, or not one of ours
+    except (OSError, ValueError) as error:  # not an id, or not an id of this output dir
         not_own = error
     try:
         return locate_path(str(ckpt_path))
@@ -137,7 +137,7 @@ class KnownDamage:
         self.note(source.storage, directory, error)
         try:
             there = self.whole(source.storage).named(source.checkpoint.manifest.name)
-        except OSError:  # of a bucket or directory that may be entered but not listed
+        except OSError:  # the bucket or directory may be entered but not listed
             return None
         if there is None:
             return None

@@ -55,7 +55,7 @@ def names_of_table(table: str, renamed: str, tied: Sequence[str]) -> tuple[str, 
 def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
     """Return a candidate in which tables that are dense tensors of as many rows in the model become dense tensors.
 
-    Their states and settings become those of the registered optimizers that train the tensors here.
+    Their states and settings become states and settings of the registered optimizers that train the tensors here.
     """
     there: dict[Name, Thing] = {}
     gone: dict[str, bool] = {}  # table -> whether an optimizer here uses its slots
@@ -63,14 +63,14 @@ def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandid
         table = _table_of(name, thing, model, offer)
         if table is not None:
             as_tensor = _as_tensor(name, table, model, offer)
-            gone[table] = gone.get(table, False) or any(one.parameter for one in as_tensor)  # a tied one comes twice
+            gone[table] = gone.get(table, False) or any(one.parameter for one in as_tensor)  # a tied tensor comes twice
             there |= as_tensor
     kept = {
         name: thing
         for name, thing in offer.inventory.items()
         if name.table not in gone or (name.slot not in (ID, EMBEDDING) and not gone[name.table])
     }
-    # A registered optimizer names all that it trains, also that whose state it has left to the rows of a table.
+    # A registered optimizer lists all that it trains, including parameters whose state is in the rows of a table.
     return replace(offer, inventory={**kept, **there}) if gone else offer
 
 
@@ -119,7 +119,7 @@ def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -
 def _tensor_of(name: Name, tied: Sequence[str], offer: LoadCandidate) -> str | None:
     try:
         renamed = offer.entry.renames.source(name).rpartition("@")[0]
-    except ValueError:  # the rules give it several names, which is refused elsewhere
+    except ValueError:  # several rules apply, which is refused elsewhere
         return None
     names = names_of_table(name.table, renamed, tied)
     if any(slot_name(table, ID) in offer.inventory for table in (renamed, *names)):
@@ -144,7 +144,7 @@ def _things(tensor: str, table: str, model: Inventory, offer: LoadCandidate) -> 
             things[slot_name(tensor, slot)] = Thing("", (), n_rows, tensor=tensor, optimizer=optimizer)
     if optimizer:
         return things
-    # The only state that a fused optimizer of TorchRec kept of a tensor, if it is called as Adagrad's sums.
+    # The only state of a tensor in a fused optimizer of TorchRec, if it has the name of Adagrad's sums.
     matches = [(match, one) for one in offer.sharded if (match := _STATE.fullmatch(one.name))]
     states = [(match["state"], one) for match, one in matches if f".{match['key']}".endswith(f".{tensor}")]
     if len(states) == 1 and states[0][0] in ("momentum1", "sum"):
