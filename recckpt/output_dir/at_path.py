@@ -30,7 +30,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.storage import Storage, lost_is_damage, open_parent, open_storage
 
 _LATEST = re.compile(r"latest(?:~(\d{1,9}))?", re.ASCII)  # no checkpoint's directory has a tilde in its name
-_THREADS = 8  # that read manifests of links
+_THREADS = 8  # threads that read manifests of links
 log = logging.getLogger("recckpt")
 
 
@@ -56,7 +56,7 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
         checkpoint = _by_listing(storage, directory, record)
     if checkpoint is not None or problem is None:
         return checkpoint
-    if read_manifest(storage, directory) is None:  # the writer has just removed it
+    if read_manifest(storage, directory) is None:  # the writer has just removed the checkpoint
         return None
     raise problem
 
@@ -83,7 +83,7 @@ def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoin
     """
     try:
         listing = look_around(storage)
-    except OSError:  # of a bucket or directory that may be entered but not listed
+    except OSError:  # the bucket or directory may be entered but not listed
         listing = Listing((), {}, {})
     checkpoint = listing.named(record.name)
     wrong = listing.damaged | listing.unreadable
@@ -103,11 +103,11 @@ def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest)
         return None
     found = f"no {', '.join(f'{name}/' for name in missing)} beside it"
     path, remedy = layout.join(directory, layout.MANIFEST), whole_one(record.ckpt_id)
-    return CorruptCheckpointError(path, "chain", found=found, expected="what this delta stands on", remedy=remedy)
+    return CorruptCheckpointError(path, "chain", found=found, expected="the base of this delta", remedy=remedy)
 
 
 def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint at its own path or URL, and the storage around it; errors as of ``read_checkpoint``."""
+    """Return the checkpoint at its own path or URL, and the storage around it; same errors as ``read_checkpoint``."""
     storage, directory = open_parent(path)
     checkpoint = read_checkpoint(storage, directory) or counted_back(storage, directory)
     if checkpoint is None:
@@ -145,7 +145,7 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
 
 
 def locate_id(storage: Storage, ckpt_id: str) -> Checkpoint:
-    """As :func:`recckpt.output_dir.listing.locate`; also accepts ``latest`` and ``latest~N`` if these are not ids."""
+    """Like :func:`recckpt.output_dir.listing.locate`; also accepts ``latest`` and ``latest~N`` if these are not ids."""
     try:
         return locate(storage, ckpt_id)
     except CheckpointNotFoundError:
@@ -165,9 +165,9 @@ def counted_back(storage: Storage, name: str) -> Checkpoint | None:
         return None
     checkpoints, back = newest_first(storage), int(match[1] or 0)
     if not checkpoints:
-        return newest(storage)  # which says why
+        return newest(storage)  # raises an error with the reason
     if back >= len(checkpoints):
-        what = f"found no {name!r}, which is older than all {len(checkpoints)}; {describe(checkpoints[::-1])}"
+        what = f"found no {name!r}: there are only {len(checkpoints)} checkpoints; {describe(checkpoints[::-1])}"
         raise CheckpointNotFoundError(f"{storage.url}: {what}")
     return checkpoints[back]
 
@@ -176,7 +176,7 @@ def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
     """Return the newest of ``<directory>.<epoch>``, the names of later attempts after a crash or a compaction."""
     try:
         names = [name for name in attempt_dirs(storage) if layout.is_later_attempt(name, directory)]
-    except OSError:  # of a bucket or directory that may be entered but not listed
+    except OSError:  # the bucket or directory may be entered but not listed
         return None
     checkpoints = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
     return max(checkpoints, key=lambda c: age(c.directory, c.manifest), default=None)
@@ -214,7 +214,7 @@ def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpoi
 def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpointError]]:
     listing = look_around(storage)
     for error in listing.damaged.values():
-        if isinstance(error, FormatVersionError):  # which may be the newest, or says what counts
+        if isinstance(error, FormatVersionError):  # this checkpoint may be the newest, or decide which ones are valid
             raise error
     there = (*listing.committed, *listing.lost)
     newest = max(there, key=lambda c: age(c.directory, c.manifest), default=None)
@@ -223,7 +223,7 @@ def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpoint
     known, passed_over = {lost.directory for lost in listing.lost}, list[CorruptCheckpointError]()
     for directory, problem in (listing.damaged | listing.unreadable).items():
         if directory not in own:
-            log.error("%s/%s is damaged and passed over: %s", storage.url, directory, problem)
+            log.error("%s/%s is damaged and skipped: %s", storage.url, directory, problem)
             if directory in listing.directories and directory not in known:
                 passed_over.append(_damage_of(directory, problem))
     for directory, reason in listing.fenced.items():
@@ -267,19 +267,19 @@ def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | 
                 there = Checkpoint(hint.directory, record)
                 if next(file_problems(storage, hint.directory, record.files), None) is None:
                     return there
-            found = "that of another save" if record else found
+            found = "the manifest of another save" if record else found
     except (CorruptCheckpointError, FormatVersionError) as error:
         found = str(error.found)
     try:
         listing = look_around(storage)
-    except OSError:  # of a bucket or directory that may be entered but not listed
+    except OSError:  # the bucket or directory may be entered but not listed
         if there is None:
             raise
         return there
     for other in (listing.named(hint.save_id), there, *listing.lost):
         if other is not None and _is_meant(other.manifest, hint, parent):
             return other
-    return CorruptCheckpointError(path, "", found=found, expected="what newer links stand on")
+    return CorruptCheckpointError(path, "", found=found, expected="a checkpoint that newer links are based on")
 
 
 def _is_meant(record: Manifest, hint: Link, parent: Parent | None) -> bool:

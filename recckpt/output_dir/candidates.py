@@ -14,12 +14,12 @@ _T = TypeVar("_T")
 
 
 class CandidateFinder:
-    """Finds the checkpoints that a run may start from, newest first. A guest with more candidates overrides this class.
+    """Finds the checkpoints that a run may start from, newest first. Guests with more candidates override this class.
 
     Collective; not thread-safe.
     """
 
-    is_shared = False  # whether all ranks look together, also for a plan
+    is_shared = False  # whether all ranks must search together, even for a plan
 
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
         """Return a bank and the candidates.

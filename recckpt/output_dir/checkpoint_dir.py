@@ -33,10 +33,10 @@ def state_of(error: Damage) -> str:
 @dataclass(frozen=True)
 class Intent:
     directory: str  # only this attempt writes there
-    epoch: int  # of the writer
+    epoch: int  # epoch of the writer
     save_id: str  # 32 hex digits, fresh for each attempt
     step: int | None  # None if the writer does not count
-    is_offer: bool = False  # whether it is a compactor's, to be committed by the owner
+    is_offer: bool = False  # whether a compactor made it, to be committed by the owner
 
 
 def write_intent(storage: Storage, intent: Intent) -> None:
@@ -54,7 +54,7 @@ def intent_of(manifest: Manifest) -> bytes:
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
-    """Return the intent of the save that a directory was made for; None without the file.
+    """Return the intent in a directory, which names the save that made the directory; None without the file.
 
     Raises OSError if the file cannot be read, CorruptCheckpointError if it is damaged.
     """
@@ -146,14 +146,14 @@ class Manifests:
         self._files: Mapping[str, Mapping[str, Listed]] | None = None
 
     def directories(self, storage: Storage) -> list[str]:
-        """As :func:`attempt_dirs`; lists all files at once if the storage can."""
+        """Like :func:`attempt_dirs`; lists all files at once if the storage can."""
         files = self._files = storage.listed_by_dir()
         names = attempt_dirs(storage) if files is None else sorted(set(files).difference([layout.OWN_DIR]))
         self._known = {name: self._known[name] for name in names if name in self._known}
         return names
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
-        """As :func:`read_manifest`; also returns the files that a listing of the directory shows."""
+        """Like :func:`read_manifest`; also returns the files that a listing of the directory shows."""
         listed = listed_files(storage, directory) if self._files is None else self._files.get(directory, {})
         entry = listed.get(layout.MANIFEST)
         known = self._known.pop(directory, None)
@@ -201,13 +201,13 @@ def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | N
     Raises CorruptCheckpointError if the file is missing, too large, or has another size or checksum.
     """
     path = layout.join(directory, entry.name)
-    if most is not None and entry.n_bytes > most:  # before it is read
+    if most is not None and entry.n_bytes > most:  # before reading the file
         raise CorruptCheckpointError(path, "its size", found=f"{entry.n_bytes} bytes", expected=f"at most {most}")
-    return bytes(read_twice(storage, path, partial(_read_checked, storage, path, entry)))  # which they are
+    return bytes(read_twice(storage, path, partial(_read_checked, storage, path, entry)))  # no copy: these are bytes
 
 
 def map_checked(storage: Files, directory: str, entry: FileEntry) -> bytes | memoryview:
-    """As :func:`read_checked`, but return a memory map, which uses no memory yet, if the storage supports maps."""
+    """Like :func:`read_checked`, but return a memory map, which uses no memory yet, if the storage supports maps."""
     path = layout.join(directory, entry.name)
     return read_twice(storage, path, partial(_read_checked, storage, path, entry, storage.map))
 

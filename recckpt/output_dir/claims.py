@@ -34,18 +34,18 @@ class Claim(JsonRecord, frozen=True):
 
 @dataclass(frozen=True)
 class Takeover:
-    epoch: int  # of the writer
+    epoch: int  # epoch of the writer
     save_ids: frozenset[str]  # committed saves: manifests of older epochs are valid only if listed here
     highest_step: int  # highest step of a directory ``ckpt_<step>`` at this takeover or before; -1 for none
     directories: frozenset[str]  # all other directories
     run: str  # nonce of the first claim, the id of the run
-    near: NearList  # which near saves are valid
+    near: NearList  # the valid near saves
 
     def excludes(self, record: Manifest) -> str | None:
         if record.epoch >= self.epoch or record.save_id in self.save_ids:
             return None
         return (
-            f"committed by the writer of epoch {record.epoch} after that of epoch {self.epoch} had taken over; "
+            f"committed by the writer of epoch {record.epoch} after the writer of epoch {self.epoch} had taken over; "
             "it is ignored"
         )
 
@@ -57,7 +57,7 @@ class Takeover:
         return step <= self.highest_step and (epoch is None or epoch < self.epoch)
 
 
-NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset(), "", NearList())  # no owners, or a copied checkpoint: all count
+NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset(), "", NearList())  # no owners, or a copied checkpoint: all valid
 
 
 class _List(JsonRecord, frozen=True):
@@ -76,7 +76,7 @@ def claimed_epochs(storage: Storage) -> list[int]:
 
 
 def last_takeover(storage: Storage) -> Takeover:
-    """Return the newest published takeover; errors as of ``read_claim``.
+    """Return the newest published takeover; same errors as ``read_claim``.
 
     A takeover that vanishes before it is read has a successor, so the listing is repeated. Treating the takeover as
     missing would make late commits valid.
@@ -100,7 +100,7 @@ def last_takeover(storage: Storage) -> Takeover:
 
 
 def read_takeover(storage: Storage, epoch: int) -> Takeover:
-    """Return the takeover of an epoch; errors as of ``read_claim``."""
+    """Return the takeover of an epoch; same errors as ``read_claim``."""
     fields = _read(storage, layout.takeover(epoch), epoch).read(_List)
     near = NearList(fields.near_by, fields.near or frozenset(), fields.near is None)
     return Takeover(epoch, fields.committed, fields.highest_step, fields.directories, fields.run, near)
@@ -109,8 +109,8 @@ def read_takeover(storage: Storage, epoch: int) -> Takeover:
 def read_claim(storage: Storage, epoch: int) -> Claim:
     """Return the claim of an epoch.
 
-    Raises FileNotFoundError if there is none, CorruptCheckpointError if it is damaged, FormatVersionError if a newer
-    format wrote it.
+    Raises FileNotFoundError if there is no claim, CorruptCheckpointError if it is damaged, FormatVersionError if a
+    newer format wrote it.
     """
     return _read(storage, layout.claim(epoch), epoch).read(Claim)
 
@@ -138,7 +138,7 @@ def _read(storage: Storage, name: str, epoch: int) -> Document:
         try:
             data = storage.read(name, KIND.max_bytes + 1)
         except NotPlainError as error:
-            raise missing(name, error, "a file of one that writes here") from error
+            raise missing(name, error, "the claim or list of a writer") from error
         document = KIND.open(data, name)
         if (found := document.count("epoch")) != epoch:
             raise document.wrong("epoch", found, epoch)

@@ -108,8 +108,8 @@ def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
     if base is None or chain_of(listing, base):
         return
     damage = [str(listing.damaged.get(c.directory)) for c in listing.lost if c.manifest.name == base]
-    state = f"it damaged: {damage[0]}" if damage else "no such checkpoint"
-    problem = f"a delta was to stand on the checkpoint of save {base}, found {state}; the next save is full"
+    state = f"a damaged one: {damage[0]}" if damage else "no such checkpoint"
+    problem = f"the base of a delta is the checkpoint of save {base}, found {state}; the next save is full"
     raise FileNotFoundError(errno.ENOENT, problem, storage.url)
 
 
@@ -146,9 +146,9 @@ class Lookout:
     ) -> None:
         self._storage, self._is_patient, self._retries = storage, is_patient, Retries(policy, storage.url)
         self._check_owner = check_owner
-        self._operation = "looking for what was written"
+        self._operation = "looking for written files"
         if is_patient:
-            self._operation = f"looking for up to {policy.deadline_sec:g} s for what was written"
+            self._operation = f"looking for up to {policy.deadline_sec:g} s for written files"
 
     def check_size(self, name: str, n_bytes: int) -> None:
         """Wait until a file has its size; OSError if that takes too long, or if the file is longer."""
@@ -175,12 +175,12 @@ class Lookout:
 
         def look() -> None:
             present = None
-            with suppress(CorruptCheckpointError):  # it may be partly visible
+            with suppress(CorruptCheckpointError):  # the file may be partly visible
                 present = read_intent(self._storage, intent.directory)
             if present is None or present.save_id != intent.save_id:
                 self._check_owner()
-                what = "no such file" if present is None else f"that of save {present.save_id}"
-                problem = f"found {what}, rank 0 has written that of save {intent.save_id}"
+                what = "no such file" if present is None else f"the file of save {present.save_id}"
+                problem = f"found {what}, rank 0 has written the file of save {intent.save_id}"
                 raise TryAgainError(errno.ENOENT, f"{problem}; the output dir must be the same one on every host")
 
         self._retries.call(self._operation, look, again=self._is_patient, url=self._storage.url_of(name))
@@ -196,4 +196,4 @@ def _find_versions() -> dict[str, str]:
     return versions
 
 
-WRITER = _find_versions()  # once, at import: a save must not depend on files of packages
+WRITER = _find_versions()  # once, at import: a save must not need the files of packages

@@ -42,7 +42,7 @@ _made_at: dict[str, str] = {}  # nonce of a claim of this process -> where its w
 
 
 class NearAtTakeover:
-    """What a new owner declares about near saves. By default, all near saves made so far become invalid.
+    """The statement of a new owner about near saves. By default, all near saves made so far become invalid.
 
     Rule *forget_names_none*: writers that forget ids, and writers without near saves, use this default.
     """
@@ -85,17 +85,17 @@ def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> 
         make_own_dir(storage, layout.OWNER_DIR)
         highest = max([above, *claimed_epochs(storage), listing.highest_epoch])
         if highest + 1 >= COUNT_LIMIT:
-            found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
-            remedy = "remove what no recckpt wrote, or give this run another output dir"
+            found, expected = f"a file or checkpoint of epoch {highest}", "an epoch that can be increased"
+            remedy = "remove files that recckpt did not write, or give this run another output dir"
             raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
         claim = _new_claim(highest + 1, purpose)
         try:
             put_claim(storage, claim)
         except FileExistsError:
-            continue  # another was faster
+            continue  # another writer was faster
         _sync_claims(storage)
         try:
-            refuse_mirror(storage)  # again: a mirror that had not seen the claim may have started since
+            refuse_mirror(storage)  # again, because a mirror that did not see the claim may have started since
         except RecckptError:
             storage.remove(layout.claim(claim.epoch))
             raise
@@ -126,7 +126,7 @@ def _sync_claims(storage: Storage) -> None:
 
 
 def make_durable(storage: Storage, listing: Listing) -> None:
-    """Sync all committed checkpoints, because their writer may have died before a sync, and older ones go next."""
+    """Sync all committed checkpoints: their writer may have died before the sync, and rotation will remove others."""
     for checkpoint in listing.committed:
         for subdirectory in layout.subdirectories(file.name for file in checkpoint.manifest.files):
             with suppress(FileNotFoundError, NotADirectoryError):  # the previous writer is still removing some
@@ -141,10 +141,10 @@ def publish(
     """Publish the list of committed saves, or only ``clean``; other saves of older writers become invalid."""
     names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
     adopted = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
-    names |= {layout.encode_id(checkpoint.ckpt_id) for checkpoint in adopted}  # the name that its delta may have had
+    names |= {layout.encode_id(checkpoint.ckpt_id) for checkpoint in adopted}  # names that their deltas may have had
     steps = {directory: layout.parse_step(directory) for directory in names}
     before = NO_TAKEOVER
-    with suppress(CorruptCheckpointError):  # then the directories that the list before this one named are lost
+    with suppress(CorruptCheckpointError):  # then the directories listed by the previous list are lost
         before = last_takeover(storage)
     takeover = Takeover(
         claim.epoch,
@@ -172,7 +172,7 @@ class Fence:
         made_at: source line that made the writer, for the error of a fenced writer of this process.
         purpose: the command that writes, for the error of a fenced writer; "" for training.
         near: what to declare about near saves at a takeover.
-        seen_before: returns the requests to forget ids that are taken as seen until :meth:`note_requests` is called;
+        seen_before: returns the requests to forget ids that count as seen until :meth:`note_requests` is called;
             None if this process has read nothing.
 
     Attributes:
@@ -231,17 +231,19 @@ class Fence:
         try:
             self.check(is_thorough=True)
         except _UnclaimedError:
-            log.warning("%s was emptied or made anew since the last save; it is taken over again", self._storage.url)
+            log.warning(
+                "%s was emptied or created again since the last save; it is taken over again", self._storage.url
+            )
             self._known = Manifests()
             self._used.clear()
             self._take_over()
             return
         self.look_again()
-        if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
+        if self.listing.highest_epoch > self.epoch:  # copied: no later commit would be newer
             self._take_over()
 
     def hold_once(self, *, is_resumed: bool) -> None:
-        """Take the output dir over, as :meth:`hold`, if this writer has not done so yet; otherwise do nothing."""
+        """Take the output dir over, like :meth:`hold`, if this writer has not done so yet; otherwise do nothing."""
         if self._claim is None:
             self.hold(is_resumed=is_resumed)
 
@@ -276,8 +278,8 @@ class Fence:
         except WriterFencedError as error:
             self._claim, self._lost = claim, error
             raise
-        remove_older(self._storage, claim.epoch, layout.is_claim)  # first: who finds its own goes on
-        self.check_forgotten()  # again: until now an earlier owner may have taken requests
+        remove_older(self._storage, claim.epoch, layout.is_claim)  # first: writers that find their own continue
+        self.check_forgotten()  # again, because until now an earlier owner may have accepted requests
         if self.requests_seen is None and not self._purpose:  # a new run has read nothing from here
             seen = self._seen_before()
             self.note_requests(requests(self._storage) if seen is None else seen)
@@ -287,8 +289,8 @@ class Fence:
         self.newest_at_takeover = listing.newest_place
         if is_first and listing.current and not is_resumed:
             log.warning(
-                "%s: found %s of an earlier run, the newest %r, which this run has not loaded; it does not go on from "
-                "them, and max_keep removes them: restore() or load() first, or use another output dir",
+                "%s: found %s of an earlier run, the newest %r, which this run has not loaded; it does not "
+                "continue from them, and max_keep removes them: restore() or load() first, or use another output dir",
                 self._storage.url,
                 plural(len(listing.current), "checkpoint"),
                 listing.current[-1].ckpt_id,
@@ -302,14 +304,14 @@ class Fence:
         """Publish the list of committed saves, or only ``clean``; return it, and remove attempts of earlier writers."""
         listing = list_checkpoints(self._storage, self._known)
         left = self.leftovers(listing, claim.epoch - 1)
-        # Those of the usual names, whose writers died before they wrote the first file.
+        # Attempts with the usual names, whose writers died before they wrote the first file.
         names = (directory for directory in listing.uncommitted if layout.parse_step(directory) is not None)
         empty = [directory for directory in names if not self._storage.list_files(directory)]
         make_durable(self._storage, listing)
         self._takeover = publish(self._storage, claim, listing, near, clean)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
-        self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
+        self._claim = claim  # only now: a claim without a list is harmless, and the next try makes a new claim
         self.check(is_thorough=True)  # a later owner may have listed what was committed too late for this list
         try:
             remove_older(self._storage, self.epoch, layout.is_takeover)
@@ -318,14 +320,14 @@ class Fence:
         for intent in left:
             rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
         for directory in empty:
-            with suppress(OSError):  # its writer is still writing: the next takeover removes it
+            with suppress(OSError):  # the writer of this attempt is still writing: the next takeover removes it
                 self._storage.remove_empty_dirs(directory)
         return listing
 
     def close_list(self, clean: frozenset[str]) -> None:
         """Claim the next epoch, and list only these saves: all other saves made until now become invalid.
 
-        This makes late commits, offers, copies that someone restores, and near saves invalid (rule
+        So late commits, offers, copies that someone restores, and near saves become invalid (rule
         *forget_in_new_epoch*).
 
         Raises:
@@ -337,7 +339,7 @@ class Fence:
         try:
             put_claim(self._storage, claim)
         except FileExistsError:
-            self.check(is_thorough=True)  # another's, who owns it now
+            self.check(is_thorough=True)  # another writer's claim, if that writer is now the owner
             raise
         self._claim = claim
         _sync_claims(self._storage)
@@ -352,13 +354,13 @@ class Fence:
         if seen is not None and requests(self._storage).keys() - seen:
             raise WriterFencedError(
                 f"{self._storage.url}: `recckpt forget` was called since this process restored from here, so its "
-                "tables may hold the ids: nothing is saved; restart it from the newest checkpoint, which lacks them"
+                "tables may contain the ids: nothing is saved; restart from the newest checkpoint, which lacks them"
             )
 
     def free_dirs(self, ckpt_id: str) -> Iterator[str]:
         """Yield names for the directory of an attempt, best first. No other attempt ever has one of these names."""
         for directory in layout.attempt_dirs(ckpt_id, self.epoch):
-            # An earlier writer may still write to a directory that the takeover has seen, though it is gone.
+            # An earlier writer may still write to a directory that the takeover has seen, even if it was removed since.
             if directory not in self._used and not self._takeover.has_seen(directory):
                 self._used.add(directory)
                 yield directory
@@ -373,8 +375,8 @@ class Fence:
     def remove(self, victims: Iterable[Checkpoint], concurrency: int) -> list[str]:
         """Remove checkpoints in this order, while this writer owns the output dir; return the removed directories.
 
-        If a checkpoint cannot be removed, the links of its chain stay too. Later checkpoints of its id also stay,
-        because otherwise readers would read the old one in their place. Raises as :meth:`check`.
+        If a checkpoint cannot be removed, the links of its chain stay, too. Later checkpoints of the same id also stay;
+        otherwise readers would read the old one in their place. Raises the same errors as :meth:`check`.
         """
         removed: list[str] = []
         needed, ids_left = set[str](), set[str]()  # links and ids of checkpoints that could not be removed
@@ -393,7 +395,7 @@ class Fence:
 
     def write_index(self) -> None:
         """Write the index file from the listing, unless RecIS has an index file there; RecIS may start at any time."""
-        if self._is_of_recis or self.listing.uncommitted:  # one of its checkpoints would be there
+        if self._is_of_recis or self.listing.uncommitted:  # the RecIS checkpoint of the index file would be there
             was_of_recis, self._is_of_recis = self._is_of_recis, is_of_recis(self._storage)
             if self._is_of_recis and not was_of_recis:
                 warn_of_recis(self._storage)
@@ -429,9 +431,9 @@ class Fence:
             return None
         if not any(map(layout.is_claim, self._storage.list_files(layout.OWNER_DIR))):
             self._storage.check_there()
-            problem = "the output dir was emptied or made anew during this save; the next one takes it over again"
+            problem = "the output dir was emptied or created again during this save; the next save takes it over again"
             raise _UnclaimedError(errno.ENOENT, problem, self._storage.url)
-        what = f"the claim {own} of this writer is gone or another's: the output dir was removed or made anew"
+        what = f"the claim {own} of this writer is gone or replaced: the output dir was removed or created again"
         return WriterFencedError(f"{self._storage.url}: {what}; this process writes nothing more there")
 
 
@@ -444,7 +446,7 @@ def check_epoch(storage: Storage, epoch: int) -> None:
 
 def _fenced(storage: Storage, own: int, epoch: int) -> WriterFencedError:
     by, since, writes = f"the writer of epoch {epoch}", None, "process"
-    remedy = "stop one of the two, or give each an output dir of its own"
+    remedy = "stop one of the two, or give each its own output dir"
     with suppress(OSError, CorruptCheckpointError, FormatVersionError):  # the claim only identifies the writer
         claim = read_claim(storage, epoch)
         by, since = f"process {claim.pid} on {claim.host}", claim.time
@@ -453,7 +455,7 @@ def _fenced(storage: Storage, own: int, epoch: int) -> WriterFencedError:
             remedy = f"restart it from the newest checkpoint, in which `{claim.purpose}` has done its work"
         if claim.nonce in _made_at:
             by, writes = f"another Saver of this process, made at {_made_at[claim.nonce]},", "Saver"
-            remedy = "use one Saver for an output dir, or give each one of its own"
+            remedy = "use one Saver per output dir, or give each Saver its own"
     return WriterFencedError(
         f"{storage.url}: taken over by {by}{f' since {since}' if since else ''} (epoch {epoch}, this {writes} has "
         f"epoch {own}); this {writes} writes nothing more there: {remedy}",

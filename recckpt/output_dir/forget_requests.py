@@ -25,7 +25,7 @@ from recckpt.types import EMBEDDING, SlotSpec
 _AUDIT_BYTES = 1 << 30
 _DIGEST_BYTES = 16
 _KEY_BYTES = 32
-FORGET_FIRST = "run `recckpt forget DIR` first, which ends it"
+FORGET_FIRST = "run `recckpt forget DIR` first, which completes the request"
 _COUNTS = (SlotSpec(EMBEDDING, "int64", (1,)),)  # part of the format: the slots of a table of counts
 
 
@@ -64,7 +64,7 @@ def tables_of(table: str) -> tuple[str, ...]:
 
 
 def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
-    """As :func:`tables_of`, without the second table if ``record`` has it with other slots than a table of counts."""
+    """Like :func:`tables_of`, without the second table if ``record`` has it with other slots than a table of counts."""
     counts = record.table(f"{table}.candidates") if record else None
     return (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
 
@@ -84,7 +84,7 @@ def requests(storage: Storage) -> dict[str, bool]:
     for name in storage.list_files(layout.FORGET_DIR):
         parsed = layout.parse_forget_request(name)
         if parsed is not None:
-            requests[parsed[0]] = requests.get(parsed[0], True) and parsed[1]  # the request itself is removed last
+            requests[parsed[0]] = requests.get(parsed[0], True) and parsed[1]  # the request file is removed last
     return requests
 
 
@@ -113,8 +113,7 @@ def check_none_pending(storage: Storage, remedy: str) -> frozenset[str]:
     known = requests(storage)
     if not all(known.values()):
         raise RecckptError(
-            f"{storage.url}: found a request to forget ids that is not ended, so checkpoints may still hold them: "
-            f"{remedy}"
+            f"{storage.url}: found an unfinished request to forget ids, so checkpoints may still contain them: {remedy}"
         )
     return frozenset(known)
 
@@ -123,7 +122,7 @@ def check_none_since(storage: Storage, known: frozenset[str]) -> None:
     """Raise RecckptError if there is a request not in ``known``, because rows read since then may have its ids."""
     if requests(storage).keys() - known:
         raise RecckptError(
-            f"{storage.url}: ids were to be forgotten while checkpoints were read, so the rows read may contain them: "
+            f"{storage.url}: ids had to be forgotten while checkpoints were read, so the rows read may contain them: "
             "no output was written; run the call again"
         )
 
@@ -149,7 +148,7 @@ def _read(storage: Storage, path: str) -> Request | None:
     except ABSENT:
         return None  # completed meanwhile
     except CorruptCheckpointError as error:
-        remedy = "remove it, and ask again: nobody can say which ids it names"
+        remedy = "remove this file, and repeat the request: its ids cannot be read"
         found, expected = error.found, error.expected
         raise CorruptCheckpointError(path, error.where, found=found, expected=expected, remedy=remedy) from error
     except NotPlainError as error:

@@ -16,9 +16,9 @@ from recckpt.format import layout
 from recckpt.storage import ABSENT, NotPlainError, Storage, open_parent
 
 log = logging.getLogger("recckpt")
-NOTE = "this is an output dir of RecIS, whose checkpoints `recckpt import` makes into ours"
-_FILES = ("tensorkey.json", "index")  # in every checkpoint of RecIS, and in none of ours
-_OF_OTHERS = {  # a file that is in every checkpoint of a format, and in none of ours -> what it is of
+NOTE = "this is an output dir of RecIS, whose checkpoints `recckpt import` converts"
+_FILES = ("tensorkey.json", "index")  # in every checkpoint of RecIS, and in no checkpoint of recckpt
+_OF_OTHERS = {  # file in every checkpoint of another format, and in none of recckpt -> the program that wrote it
     ".metadata": "torch.distributed.checkpoint",
     "model.safetensors": "Hugging Face",
     "model.safetensors.index.json": "Hugging Face",
@@ -26,18 +26,18 @@ _OF_OTHERS = {  # a file that is in every checkpoint of a format, and in none of
 }
 _SHARDS = ".safetensors"  # a directory may have several of these and no other files; each name contains their number
 _FILES_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", _SHARDS, ".parquet", ".arrow", ".feather", ".npy", ".npz")
-_LOOSE_FILES = {  # endings of files that are no checkpoint as they lie there -> what they are, and what helps
-    (".distcp",): "torch.distributed.checkpoint writes such, and its .metadata last, which is not here: that save did "
-    "not end, or was copied in part; with it `recckpt ls` and `import` read them",
-    (".parquet", ".arrow", ".feather", ".npy", ".npz"): "`recckpt import` makes tables of the files of a directory, "
+_LOOSE_FILES = {  # endings of files that are not checkpoints by themselves -> what wrote them, and how to read them
+    (".distcp",): "torch.distributed.checkpoint writes these, and .metadata last, which is missing here: that save did "
+    "not end, or was copied in part; with .metadata, `recckpt ls` and `import` read them",
+    (".parquet", ".arrow", ".feather", ".npy", ".npz"): "`recckpt import` makes tables from the files of a directory, "
     "and `recckpt ls {}` reads one",
     (".pt", ".pth", ".bin", ".ckpt"): "`recckpt ls {}` reads a file of torch.save, `recckpt import` takes one",
 }
-_AS_IT_IS = "`recckpt ls`, `get`, `verify` and `sql`, and recckpt.convert.SourceReader, read it as it is"
+_AS_IT_IS = "`recckpt ls`, `get`, `verify` and `sql`, and recckpt.convert.SourceReader, read it unconverted"
 _MAX_BYTES = 1 << 20
 _MISSING, _STALE = "missing", "stale"  # after a crash in a save, or during a save
 _TIMELINE_BYTES = 1 << 20  # beyond this, the oldest lines are dropped
-ENDED = "ended"  # the kind of the line of a run that ended well
+ENDED = "ended"  # the kind of the line of a run that ended successfully
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
@@ -75,7 +75,7 @@ def warn_of_index(
         warn_of_recis(storage)
     elif problem and problem != _MISSING and not (look_again and problem == _STALE):
         log.warning(
-            "%s/%s is %s; only the manifests count; the next save, or `recckpt repair`, writes it again",
+            "%s/%s is %s; only the manifests count; the next save, or `recckpt repair`, rewrites it",
             storage.url,
             layout.INDEX_FILE,
             problem,
@@ -102,9 +102,9 @@ def why_nothing(storage: Storage) -> str:
     if storage.why_empty():
         return reason
     if _has(storage, layout.MANIFEST):
-        return f"{reason} in it: this is the directory of one itself"
+        return f"{reason} in it: this is itself the directory of a checkpoint"
     if _has(storage, layout.INTENT):
-        return f"{reason}: this is the directory of a save that has not ended, or of one that was removed in part"
+        return f"{reason}: this is the directory of a save that has not ended, or of a partly removed checkpoint"
     if is_of_recis(storage):
         return f"{reason}; {NOTE}; {_AS_IT_IS}"
     names = [] if storage.list_dirs() else sorted(storage.list_files(""))
@@ -115,11 +115,11 @@ def why_nothing(storage: Storage) -> str:
 
 def of_others(storage: Storage) -> str | None:
     if storage.url.endswith(_FILES_OF_OTHERS) and _has(*open_parent(storage.url)):
-        return "this is a file as other programs save one"
+        return "this is a file of another program"
     program = next((program for name, program in _OF_OTHERS.items() if _has(storage, name)), None)
     if program is None and not (storage.why_empty() or storage.list_dirs() or is_of_recis(storage)):
         program = "Hugging Face" if any(name.endswith(_SHARDS) for name in storage.list_files("")) else None
-    return None if program is None else f"this is one of {program}"
+    return None if program is None else f"this is a checkpoint of {program}"
 
 
 def _has(storage: Storage, name: str) -> bool:

@@ -24,7 +24,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
-# Of a directory: its manifest, or the manifest's error; and its files, None if they were not listed.
+# Contents of a directory: its manifest, or the manifest's error; and its files, None if they were not listed.
 _Look = tuple[Manifest | Damage | None, Mapping[str, Listed] | None]
 _GONE = FileNotFoundError()  # removed since its manifest was read
 _LOOKS_AT_ONCE = 16  # directories of an object store that are read in parallel
@@ -34,19 +34,19 @@ _TRIES = 3  # attempts: rotation may remove a checkpoint while its directory is 
 def age(directory: str, record: Manifest) -> tuple[object, ...]:
     """Return the sort key of a checkpoint: its place, then the order of its own commit.
 
-    For an id, readers use the last intact checkpoint. Among copies of a manifest, the one in its own directory is
-    last.
+    For an id, readers use the last intact checkpoint in this order. Among copies of a manifest, the copy in its own
+    directory is last.
     """
     own = record.epoch, record.seq
     return record.place, own, record.save_id, layout.is_attempt(directory, record.ckpt_id)
 
 
 class Chains:
-    """The chains of checkpoints by their directories; does no I/O.
+    """The chains of checkpoints, by their directories; does no I/O.
 
     Args:
-        manifests: directory -> its manifest; all that count.
-        damaged: directory -> problem in this directory itself; includes directories with unreadable manifests.
+        manifests: directory -> its manifest; all valid ones.
+        damaged: directory -> problem in this directory itself; also for directories with unreadable manifests.
 
     Attributes:
         broken: directory -> problem in this directory, or in a link that it needs and that has no replacement.
@@ -60,7 +60,7 @@ class Chains:
         self._manifests = manifests
         self._below: dict[str, str] = {}  # directory of a delta -> directory of the link below it
         self._n_links: dict[str, int] = {}
-        self._causes = dict(damaged)  # as ``broken``, with the error of the link itself
+        self._causes = dict(damaged)  # like ``broken``, with the error of the link itself
         self._named: dict[str, list[str]] = {}
         for directory in sorted(manifests, key=lambda each: age(each, manifests[each]), reverse=True):
             self._named.setdefault(manifests[directory].name, []).append(directory)
@@ -115,12 +115,12 @@ class Chains:
         elif below in self._causes:
             yield self._causes[below]
         elif self._n_links[below] >= MAX_LINKS:
-            yield wrong(f"with {self._n_links[below]} links", f"a chain of at most {MAX_LINKS} in all")
+            yield wrong(f"with {self._n_links[below]} links", f"a chain of at most {MAX_LINKS} links")
         else:
             yield from (wrong(f"with {found}", expected) for found, expected in _misfits(record, link))
 
     def _missing(self, directory: str, record: Manifest, parent: Parent) -> Damage:
-        if parent.directory in self._causes and parent.directory not in self._manifests:  # it cannot be read
+        if parent.directory in self._causes and parent.directory not in self._manifests:  # its manifest cannot be read
             return self._causes[parent.directory]
         self.is_incomplete = True
         expected = f"that of save {parent.save_id}, in {parent.directory}/ or compacted"
@@ -129,7 +129,7 @@ class Chains:
 
 
 def whole_one(ckpt_id: str) -> str:
-    return f"copy its links too, or make a whole one of it where they are: `recckpt compact DIR {ckpt_id} --out OTHER`"
+    return f"copy its links too, or make it a full checkpoint beside them: `recckpt compact DIR {ckpt_id} --out OTHER`"
 
 
 def _wrong_parent(
@@ -145,7 +145,7 @@ def _misfits(record: Manifest, link: Manifest) -> Iterator[tuple[str, str]]:
         if table.is_whole:
             continue
         if below is None:
-            yield f"no table {table.name!r}", "it, since the delta does not replace it"
+            yield f"no table {table.name!r}", "this table, because the delta does not replace it"
         elif below.slots != table.slots:
             yield f"slots {_slots(below)} in table {table.name!r}", f"{_slots(table)}, as in the delta"
         elif below.live != table.live:
@@ -175,9 +175,9 @@ def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
 class Checkpoint:
     directory: str
     manifest: Manifest
-    # what stands for the parent first; the full one last. Each of these is a link only: its own is ().
+    # replacements of the parent first, the full checkpoint last; the link of a link is ()
     below: tuple[Checkpoint, ...] = field(default=(), compare=False, repr=False)
-    # where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint
+    # where a near save lies that is based on checkpoints of the output dir; None for a checkpoint
     near_dir: Storage | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -186,7 +186,7 @@ class Checkpoint:
 
     @property
     def links(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints from which its rows are read, newest first: itself and its parents."""
+        """The checkpoints from which the rows are read, newest first: this one and its parents."""
         return (self, *self.below)
 
 
@@ -200,14 +200,14 @@ class Listing:
     """
 
     committed: tuple[Checkpoint, ...]  # including overwritten and superseded ones
-    damaged: dict[str, CorruptCheckpointError | FormatVersionError]  # directory -> what is wrong with it
+    damaged: dict[str, CorruptCheckpointError | FormatVersionError]  # directory -> error
     fenced: dict[str, str]  # directory -> why a late commit is ignored
-    highest_seq: int = 0  # in any manifest, even a damaged checkpoint's
+    highest_seq: int = 0  # in any manifest, also in that of a damaged checkpoint
     highest_epoch: int = 0
-    save_ids: frozenset[str] = frozenset()  # of all manifests that count, even if files are damaged
-    directories: tuple[str, ...] = ()  # committed or not, without recckpt's own
+    save_ids: frozenset[str] = frozenset()  # ids of all valid manifests, even if files are damaged
+    directories: tuple[str, ...] = ()  # committed or not, without recckpt's own directory
     unreadable: dict[str, OSError] = field(default_factory=dict)
-    lost: tuple[Checkpoint, ...] = ()  # damaged checkpoints with manifests that count
+    lost: tuple[Checkpoint, ...] = ()  # damaged checkpoints with valid manifests
 
     @property
     def uncommitted(self) -> list[str]:
@@ -299,7 +299,7 @@ def list_checkpoints(storage: Storage, known: Manifests | None = None, own: Take
 
 
 def look_around(storage: Storage, known: Manifests | None = None, own: Takeover | None = None) -> Listing:
-    """As :func:`list_checkpoints`, but lists unreadable checkpoints instead of raising."""
+    """Like :func:`list_checkpoints`, but lists unreadable checkpoints instead of raising."""
 
     def look(directory: str) -> _Look:
         try:
@@ -322,7 +322,7 @@ def look_around(storage: Storage, known: Manifests | None = None, own: Takeover 
 def _list(storage: Storage, looks: Mapping[str, _Look], own: Takeover | None, threads: int) -> tuple[Listing, bool]:
     damaged: dict[str, Damage] = {name: error for name, (error, _) in looks.items() if isinstance(error, Exception)}
     with_manifest = [Checkpoint(name, record) for name, (record, _) in looks.items() if isinstance(record, Manifest)]
-    # After the manifests: then a commit in between is missed, but never judged wrongly.
+    # Read after the manifests: a commit in between may be missed, but is never judged wrongly.
     takeover = _takeover(storage, damaged) if own is None else own
     fenced = {c.directory: reason for c in with_manifest if (reason := takeover.excludes(c.manifest))}
     counted = [c for c in with_manifest if c.directory not in fenced]
@@ -356,7 +356,7 @@ def _list(storage: Storage, looks: Mapping[str, _Look], own: Takeover | None, th
 
 
 def _takeover(storage: Storage, damaged: dict[str, Damage]) -> Takeover:
-    """Return the last takeover. If its list is damaged, late commits are valid: better than losing good ones."""
+    """Return the last takeover. If its list is damaged, late commits count as valid, so that no good one is lost."""
     try:
         return last_takeover(storage)
     except (CorruptCheckpointError, FormatVersionError) as error:
@@ -372,7 +372,7 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     """
     listing = list_checkpoints(storage)
     for path, error in listing.damaged.items():
-        if isinstance(error, FormatVersionError) and path not in listing.directories:  # of the last writer
+        if isinstance(error, FormatVersionError) and path not in listing.directories:  # the file of the last writer
             raise error
     checkpoint = listing.find(ckpt_id)
     if checkpoint is None:
@@ -401,7 +401,7 @@ def usable(storage: Storage, listing: Listing) -> list[Checkpoint]:
     for directory, error in listing.damaged.items():
         if isinstance(error, FormatVersionError):
             raise error
-        log.error("%s/%s is damaged and passed over: %s", storage.url, directory, error)
+        log.error("%s/%s is damaged and skipped: %s", storage.url, directory, error)
     for directory, reason in listing.fenced.items():
         log.warning("%s/%s: %s", storage.url, directory, reason)
     if not listing.committed and listing.damaged:
@@ -419,5 +419,5 @@ def newest(storage: Storage) -> Checkpoint:
 
 def describe(checkpoints: Sequence[Checkpoint]) -> str:
     if not checkpoints:
-        return "there are none in this output dir"
+        return "there are no checkpoints in this output dir"
     return "there are " + ", ".join(repr(checkpoint.ckpt_id) for checkpoint in checkpoints[-8:])

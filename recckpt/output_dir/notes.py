@@ -14,9 +14,9 @@ from recckpt.storage.retry import read_twice
 _MAX_BYTES = 64 << 20
 _T = TypeVar("_T", bound=JsonRecord)
 _MIRROR = FileKind("recckpt-mirror", 1, "mirror_xxh3", 64 << 20)  # part of the format
-_MIRROR_REMEDY = "if a mirror lies here, remove it and mirror again; else remove this file"
+_MIRROR_REMEDY = "if this directory is a mirror, remove it and mirror again; else remove this file"
 _NEAR_HOST = FileKind("recckpt-near-host", 1, "near_host_xxh3", 64 << 20)  # part of the format
-_NEAR_HOST_REMEDY = "remove it: the next near save on that host notes it again"
+_NEAR_HOST_REMEDY = "remove this file: the next near save on that host writes it again"
 
 
 def make_own_dir(storage: Storage, directory: str) -> None:
@@ -55,7 +55,7 @@ class MirrorNote(JsonRecord, frozen=True):
     nonce: str  # 32 hex digits, unique to this mirror process
     host: str
     pid: Count
-    time: str  # when it began, UTC; for people only
+    time: str  # when the mirror began, UTC; for people only
 
 
 def put_mirror_note(storage: Storage, note: MirrorNote) -> None:
@@ -75,16 +75,16 @@ def refuse_mirror(storage: Storage) -> None:
     note = mirror_note(storage)
     if note is not None:
         raise RecckptError(
-            f"{storage.url} is a mirror of {note.url}, in which nothing is saved. Read it with CheckpointReader or "
-            "load_into, or start from it with a model bank. To go on training from it, copy it to another output dir, "
+            f"{storage.url} is a mirror of {note.url}, and must not be saved to. Read it with CheckpointReader or "
+            "load_into, or start from it with a model bank. To continue training from it, copy it elsewhere, "
             f"or end its `recckpt mirror`; and remove {layout.MIRROR} there"
         )
 
 
 class NearHost(JsonRecord, frozen=True):
     host: str  # id in its near dir
-    name: str  # of the machine, for people
-    path: str  # of its near dir
+    name: str  # name of the machine, for people
+    path: str  # path of its near dir
     damage: str = ""  # why the note cannot be read; then name and path are ""
 
     @property

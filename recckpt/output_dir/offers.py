@@ -26,9 +26,9 @@ log = logging.getLogger("recckpt")
 @dataclass(frozen=True)
 class Offer:
     directory: str
-    # the future manifest, except its number; None if it is unfinished or damaged
+    # the future manifest, except its number; None if the offer is unfinished or damaged
     record: Manifest | None
-    problem: str = ""  # what is wrong with it; "" if it is whole
+    problem: str = ""  # what is wrong with the offer; "" if it is whole
 
 
 def offers_in(storage: Storage, listing: Listing) -> list[Offer]:
@@ -62,15 +62,15 @@ def _reasons_against(record: Manifest, epoch: int, listing: Listing) -> Iterator
         yield f"it was begun under epoch {record.epoch}, and the owner has epoch {epoch}, which removes it"
     of, delta = record.supersedes, delta_of(record, listing)
     if of is None or delta is None:
-        yield f"no delta {record.ckpt_id!r} counts here that is the one which it supersedes"
+        yield f"no valid delta {record.ckpt_id!r} here is the one that it supersedes"
         return
     if [c for c in listing.committed if c.manifest.place == record.place][-1].directory != delta.directory:
         yield f"{record.ckpt_id!r} was superseded already"
     own = delta.manifest
     if (record.step, record.ephemeral) != (own.step, own.ephemeral):
-        yield f"it is of step {record.step}, ephemeral {record.ephemeral}, the delta of {own.step}, {own.ephemeral}"
+        yield f"it has step {record.step}, ephemeral {record.ephemeral}; the delta {own.step}, {own.ephemeral}"
     if _contents(record.tables) != _contents(own.tables):
-        yield "its tables, with their rows, slots and live layouts, are not those of the delta"
+        yield "its tables, with their rows, slots and live layouts, differ from those of the delta"
 
 
 def delta_of(record: Manifest, listing: Listing) -> Checkpoint | None:
@@ -100,7 +100,7 @@ def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy) -> list[C
             log.warning("%s/%s could not be adopted: %s", storage.url, offer.directory, error)
             continue
         log.info(
-            "%s/%s is adopted: %r is read without older checkpoints now",
+            "%s/%s is adopted: %r is now read without older checkpoints",
             storage.url,
             offer.directory,
             offer.record.ckpt_id,

@@ -1,4 +1,4 @@
-"""Files that their writer may remove while they are read: opens them first, or locates their successors."""
+"""Reads files that their writer may remove meanwhile: opens them first, or locates their replacement."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missin
 from recckpt.storage.local_files import map_copy
 from recckpt.storage.transfers import WorkDir
 
-_MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
-_CHAIN_MAPS = 3  # limit for all links of a chain together, as a multiple
+_MOST_MAPS = 16_384  # a process has at most 65,530; only checkpoints of over 10 TB have more files
+_CHAIN_MAPS = 3  # limit for all links of a chain together, as a multiple of this
 _T = TypeVar("_T")
 log = logging.getLogger("recckpt")
 _LOOKS_AGAIN = 3
@@ -126,7 +126,7 @@ class OpenFiles:
             raise self._missing(path, error) from error
 
     def _missing(self, path: str, error: OSError) -> RecckptError:
-        """Return the error for a missing file. Rotation removes the manifest first: is it gone too?"""
+        """Return the error for a missing file: removed by rotation if the manifest, which goes first, is gone too."""
         try:
             if not isinstance(error, NotPlainError):
                 self._storage.size(layout.join(self._directory, layout.MANIFEST))
@@ -149,7 +149,7 @@ class MappedFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = (0, self._at, len(self._memory))[whence]
         if start + offset < 0:
-            raise ValueError(f"a position is not negative, found {start + offset}")
+            raise ValueError(f"a position must not be negative, found {start + offset}")
         self._at = start + offset
         return self._at
 
@@ -219,7 +219,7 @@ def first_whole(
             if located is None:
                 raise
         except (CheckpointRemovedError, CheckpointNotFoundError) as error:
-            # After a removal there may be no checkpoint for a moment, or the one that was asked for never comes back.
+            # After a removal there may be no checkpoint for a moment, or the requested one never comes back.
             removed = error if isinstance(error, CheckpointRemovedError) else removed
             if removed is None:
                 raise

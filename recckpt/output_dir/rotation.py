@@ -23,7 +23,7 @@ from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
-THREADS = 8  # to remove files with, where the caller has no number of its own
+THREADS = 8  # threads that remove files, if the caller has no number of its own
 
 
 def expired(
@@ -101,14 +101,14 @@ def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
 
 
 def sync_superseders(storage: Storage, listing: Listing, gone: Sequence[Checkpoint]) -> None:
-    """Make superseding checkpoints durable before any removal, even if they go too: others are based on them."""
+    """Make superseding checkpoints durable before any removal, even if they go, too: others are based on them."""
     superseders = [c.directory for c in listing.committed if c.manifest.supersedes]
     for directory in [*superseders, ""] if superseders and gone else []:
         storage.sync_dir(directory)
 
 
 def pin(storage: Storage, ckpt_id: str) -> None:
-    """Keep a checkpoint, whatever the policy says; CheckpointNotFoundError if it does not exist (any more)."""
+    """Keep a checkpoint, whatever the policy says. Raises CheckpointNotFoundError if the checkpoint does not exist."""
     locate(storage, ckpt_id)
     make_own_dir(storage, layout.PINS_DIR)
     with suppress(FileExistsError):
@@ -138,14 +138,14 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
             continue
         try:
             intent = read_intent(storage, directory)
-            if intent is None and layout.is_offer_dir(directory):  # its compactor goes on writing after a removal
+            if intent is None and layout.is_offer_dir(directory):  # its compactor continues to write after a removal
                 intent = Intent(directory, 0, "", None, is_offer=True)
             if intent is not None and intent.epoch <= epoch and not has_manifest(storage, directory):
                 leftovers.append(intent)
         except (OSError, CorruptCheckpointError) as error:
             passed_over.add(directory)
             log.warning(
-                "%s/%s was never finished, and is passed over, since its %s cannot be read (%s); "
+                "%s/%s was never finished, and is skipped, because its %s cannot be read (%s); "
                 "`recckpt repair --clean` removes it once its writer is dead",
                 storage.url,
                 directory,
@@ -159,7 +159,7 @@ def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
     """Remove recckpt's files of a checkpoint; return whether the manifest is gone. Failures are logged."""
     is_gone = False
     try:
-        storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: readers trust nothing without it
+        storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: readers require it
         is_gone = True
         storage.sync_dir(checkpoint.directory)
         _remove_files(storage, checkpoint.directory, {file.name for file in checkpoint.manifest.files}, concurrency)
@@ -195,7 +195,7 @@ def _remove_files(storage: Storage, directory: str, listed: Collection[str], con
     """Remove our files, INTENT last, because it identifies the leftover. Then remove the directory if it is empty."""
     names = [name for name in storage.list_files(directory) if name in listed or layout.is_ours(name)]
     paths = [layout.join(directory, name) for name in names if name != layout.INTENT]
-    run_all(storage.remove, paths, storage.threads(concurrency))  # of 1,024 ranks, 11,000 requests
+    run_all(storage.remove, paths, storage.threads(concurrency))  # 1,024 ranks need 11,000 requests
     if layout.INTENT in names:
         storage.remove(layout.join(directory, layout.INTENT))
     storage.remove_empty_dirs(directory)
@@ -206,12 +206,12 @@ def deletable(
 ) -> list[Checkpoint]:
     """Return all committed checkpoints of an id, in the order of removal, because a superseded one must not reappear.
 
-    Raises CheckpointInUseError if the id must stay; ``near_bases`` as of :func:`expired`.
+    Raises CheckpointInUseError if the id must stay; ``near_bases`` as in :func:`expired`.
     """
     victims = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id == ckpt_id]
     reason = _reason(listing, victims, ckpt_id, pinned)
     if reason is None and not {victim.manifest.name for victim in victims}.isdisjoint(near_bases):
-        reason = "near saves stand on it; save once more, and delete it then"
+        reason = "near saves are based on it; save once more, and delete it then"
     if reason is not None:
         raise CheckpointInUseError(f"{place}: {ckpt_id!r} is not deleted: {reason}")
     return in_order(victims, listing)
@@ -226,8 +226,8 @@ def _reason(listing: Listing, victims: Collection[Checkpoint], ckpt_id: str, pin
         first, n_more = repr(standing[-1]), len(set(standing)) - 1
         deltas = f"{first} is a delta that is" if not n_more else f"{first} and {n_more} more are deltas that are"
         return (
-            f"{deltas} read from it; delete what stands on it first, the newest first, or leave it to max_keep, which "
-            "removes a chain once nothing of it is to be kept"
+            f"{deltas} read from it; first delete the deltas based on it, newest first, or leave it to max_keep, which "
+            "removes a chain once none of it is kept"
         )
     if ckpt_id in pinned:
         return "it is pinned; manager.unpin(step) first, or remove its file in .recckpt/pins"
@@ -235,5 +235,5 @@ def _reason(listing: Listing, victims: Collection[Checkpoint], ckpt_id: str, pin
         return "it is the only checkpoint; save another one first"
     copied = [victim.directory for victim in victims if not layout.is_attempt(victim.directory, ckpt_id)]
     if copied:
-        return f"it lies in {copied[0]}/, a name that recckpt did not give; remove that directory by hand"
+        return f"it is in {copied[0]}/, a directory that recckpt did not name; remove that directory by hand"
     return None
