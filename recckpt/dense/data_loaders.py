@@ -1,4 +1,4 @@
-"""Saves the random generators, and the positions of torchdata's data loaders, on which the order of data depends."""
+"""Saves the random generators and the positions of torchdata's data loaders: both decide the order of data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from recckpt.dense.state_copy import portable
 
-_GENERATORS, _HAS_ENDED = "recckpt_generators", "recckpt_has_ended"  # keys that are added to the state of a loader
+_GENERATORS, _HAS_ENDED = "recckpt_generators", "recckpt_has_ended"  # keys added to the state of a loader
 
 
 class LoaderPosition:
@@ -51,7 +51,7 @@ class LoaderPosition:
     def state_dict(self) -> dict[str, Any]:
         state = self._loader.state_dict()
         generators = {"begun": self._begun, "now": self._own_states()}
-        if self._loader is not self._base:  # accelerate's wrapper, which seeds some samplers with these values
+        if self._loader is not self._base:  # the wrapper of accelerate seeds some samplers with these values
             generators["iteration"] = self._loader.iteration
             generators["initial_seed"] = getattr(_sampler(self._base), "initial_seed", None)
         return {**state, _GENERATORS: generators}
@@ -105,7 +105,7 @@ class LoaderPosition:
         return iterator
 
     def _begin_again(self, loader: Any, *args: Any) -> None:
-        """Begin an epoch with the present iterator and its persistent workers."""
+        """Begin an epoch with the present iterator, which keeps its persistent workers."""
         self._note_begin(is_new=False)
         type(loader._iterator)._reset(loader._iterator, loader, *args)
 
@@ -177,7 +177,7 @@ def position_of(obj: Any) -> Any:
 
 
 def is_stateful(obj: Any) -> bool:
-    """Say whether this is a ``StatefulDataLoader`` of torchdata, or wraps one as accelerate does."""
+    """Return whether this is a ``StatefulDataLoader`` of torchdata, or wraps one as accelerate does."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(obj, module.StatefulDataLoader)
 
@@ -229,7 +229,7 @@ def check_rng(states: Mapping[str, Any]) -> None:
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
         for number, state in enumerate(states["cuda"]):
             if state.dtype != torch.uint8:
-                raise TypeError(f"the state of CUDA device {number} is of {state.dtype}")
+                raise TypeError(f"the state of CUDA device {number} has dtype {state.dtype}")
             for device in devices[number : number + 1]:
                 torch.Generator(device).set_state(state)
         kind, keys, *rest = states["numpy"]

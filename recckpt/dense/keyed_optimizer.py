@@ -46,7 +46,7 @@ class KeyedOptimizer:
     def gathered(
         self, name: str, saved: Iterable[Mapping[str, Any]], stored: Callable[[str], StoredTensor]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (the state of this rank, from the states that ranks saved; the live state, which has its layout).
+        """Return (this rank's state, taken from the states that ranks saved; the live state, which has its layout).
 
         ``saved`` has one state per saving rank; ``stored`` returns a sharded tensor by name. StateMismatchError lists
         all entries of the state of ``name`` that do not fit.
@@ -72,13 +72,13 @@ def is_keyed(obj: Any) -> bool:
 
 
 def fused_optimizers(model: nn.Module) -> Iterator[Any]:
-    """Yield TorchRec's optimizers that step in backward passes; not those of modules inside a module with one."""
+    """Yield TorchRec's optimizers that step in backward passes; of nested modules, only the outermost module's."""
     above: list[str] = []
     for path, module in model.named_modules():
         if not any(path.startswith(each) for each in above):
             optimizer: Any = getattr(module, "fused_optimizer", None)
             if inspect.ismethod(optimizer) and type(module).__module__.startswith("torchrec."):
-                optimizer = optimizer()  # a method in collections that are not sharded
+                optimizer = optimizer()  # it is a method in collections that are not sharded
             if is_keyed(optimizer):
                 above.append(f"{path}." if path else "")
                 yield optimizer
@@ -113,6 +113,6 @@ def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "
 
 
 def _with_settings(live: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the live group with the settings of the saved group that shares most parameters with it, if any does."""
+    """Return the live group with the settings of the saved group that shares most parameters with it, if any."""
     best = max(saved, key=lambda group: len(set(live["params"]) & set(group["params"])), default=live)
     return {**(best if set(live["params"]) & set(best["params"]) else live), "params": live["params"]}

@@ -77,14 +77,14 @@ def unpickled(content: BinaryIO, path: str, read: Callable[[zipfile.ZipInfo], to
     archive = check_loadable(content, path)
     try:
         state: dict[Any, Any] = _Unpickler(archive, read).load()
-    except Exception as error:  # the checksum fits, so the file was crafted, not damaged
+    except Exception as error:  # crafted, not damaged, because the checksum fits
         found = f"not loadable ({type(error).__name__}: {error!s:.200})"
         raise CorruptCheckpointError(path, "", found=found, expected="tensors and plain data") from error
     return state
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves the names that :func:`check_loadable` allows, to new functions: a pickle cannot change any others."""
+    """Resolves the names that :func:`check_loadable` allows to own functions, so a pickle cannot change others."""
 
     def __init__(self, archive: LoadableArchive, read: Callable[[zipfile.ZipInfo], torch.UntypedStorage]) -> None:
         super().__init__(io.BytesIO(archive.pickle))
@@ -95,7 +95,7 @@ class _Unpickler(pickle.Unpickler):
             "torch._utils _rebuild_tensor_v3": lambda storage, *args: _tensor(storage[0], args[5], *_plain(args, 6)),
             "torch._utils _rebuild_parameter": lambda values, requires_grad, hooks: nn.Parameter(values, requires_grad),
             "_codecs encode": lambda text, encoding: text.encode("latin1"),
-            **{name: partial(kind) for name, kind in _KINDS.items()},  # if a file sets attributes, then on these alone
+            **{name: partial(kind) for name, kind in _KINDS.items()},  # files can set attributes only on these
             **_DTYPES,
         }
 
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _plain(args: tuple[Any, ...], n_args: int) -> tuple[Any, ...]:
-    """Return offset, shape and strides; refuse further attributes, such as those of conjugate tensors."""
+    """Return offset, shape and strides; refuse further attributes, such as the ones of conjugate tensors."""
     if any(args[n_args:]):
         raise ValueError(f"a tensor with {args[n_args]}")
     return args[:3]
@@ -125,7 +125,7 @@ def _tensor(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Tensor:
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and not 0 <= last < storage.nbytes() // dtype.itemsize:  # because torch would enlarge the storage
+    if 0 not in shape and not 0 <= last < storage.nbytes() // dtype.itemsize:  # torch would enlarge the storage
         raise ValueError(f"a tensor of {shape} ends at value {last} of {storage.nbytes()} bytes")
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 
@@ -150,7 +150,7 @@ def _described(value: Any) -> str:
 
 
 def is_as_stored(live: Any, stored: StoredTensor) -> bool:
-    """Say whether a tensor already has the stored values, by checksum; False for sharded tensors."""
+    """Return whether a tensor already has the stored values, by checksum; False for sharded tensors."""
     index, chunk = stored.chunks[0]
     if not isinstance(live, Tensor) or is_sharded(live) or live.is_meta or len(stored.chunks) > 1:
         return False

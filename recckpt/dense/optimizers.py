@@ -39,7 +39,7 @@ def layers(optimizer: Any) -> tuple[Optimizer, Optimizer]:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer; of the inner one if the wrapper has none (``SafeFP16Optimizer``)."""
+    """Return an optimizer's parameter groups, or those of a wrapper's inner optimizer (``SafeFP16Optimizer``)."""
     own = (getattr(one, "param_groups", None) for one in layers(optimizer))
     return next((groups for groups in own if groups is not None), [])
 
@@ -94,7 +94,7 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def has_values(parameter: Tensor) -> bool:
-    """Say whether a parameter is not empty, unlike the placeholders of tables; ``ShardedTensor`` has no ``numel``."""
+    """Return whether a parameter is not empty, as placeholders of tables are; ``ShardedTensor`` has no ``numel``."""
     return is_lazy(parameter) or 0 not in parameter.size()
 
 
@@ -110,7 +110,7 @@ def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
             inner = [one for one in vars(each).values() if isinstance(one, Optimizer) and id(one) not in known]
             optimizers += {id(one): one for one in inner}.values()
             known |= set(map(id, inner))
-            loading: list[dict[str, Any]] = []  # what torch is about to load
+            loading: list[dict[str, Any]] = []  # the state that torch is about to load
             try:
                 before = each.register_load_state_dict_pre_hook(partial(_note, loading))
                 after = each.register_load_state_dict_post_hook(partial(_mend, loading), prepend=True)
@@ -135,7 +135,7 @@ def _mend(loading: list[dict[str, Any]], optimizer: Optimizer) -> None:
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Return the saved value if torch cast it to another dtype, on the device of the loaded one; else the loaded."""
+    """Return the saved value, on the device of ``loaded``, if torch cast it to another dtype; otherwise ``loaded``."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         is_cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
         return saved.to(device=loaded.device) if is_cast else loaded
@@ -143,11 +143,11 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
         return {key: _as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
     if type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(loaded) == len(saved):
         return type(loaded)(map(_as_saved, loaded, saved))
-    return saved if isinstance(saved, str) else loaded  # torch iterates over a string and makes another string
+    return saved if isinstance(saved, str) else loaded  # torch makes another string by iterating over one
 
 
 def is_named(saved: Any) -> bool:
-    """Say whether a saved state has parameter names, like the state of a :class:`NamedOptimizer`."""
+    """Return whether a saved state has parameter names, like the state of a :class:`NamedOptimizer`."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         return False
     groups = saved.get("param_groups")
@@ -232,7 +232,7 @@ class NamedOptimizer:
         state = self._state_dict()
         groups = state.get("param_groups")
         if not isinstance(groups, list) or any(type(index) is not int for group in groups for index in group["params"]):
-            return state  # in the states of torch's optimizers, these are indices
+            return state  # in torch's own states, these keys are indices
         named = [
             {**group, NAMES: [names[0] for names, _ in own], SHAPES: [list(shape_of(one)) for _, one in own]}
             for group, own in zip(groups, self._named_groups(), strict=True)
@@ -252,7 +252,7 @@ class NamedOptimizer:
             return
         groups = []
         for live, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            # A load of tables has already set the settings of groups that have no parameters but tables.
+            # A load of tables has already set the settings of groups that contain only tables.
             is_of_tables = len(live["params"]) > 0 and all(map(self._is_table, live["params"]))
             groups.append({**live, **({"params": saved["params"]} if is_of_tables else _without_names(saved))})
         self._give({**state, "param_groups": groups}, partial(give_state, self.optimizer))
@@ -291,7 +291,7 @@ class NamedOptimizer:
         return {**live, **kept.entries, "state": {**kept.state, **own}}
 
     def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return (the entries of a state without names whose index is that of a parameter, live values like them)."""
+        """Return (the entries of a nameless state whose index is that of a parameter, live values as templates)."""
         if not isinstance(saved.get("state"), Mapping):
             return saved, {}
         if "param_groups" not in saved:
@@ -303,7 +303,7 @@ class NamedOptimizer:
         return {**saved, "state": taken}, {"state": like}
 
     def like(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return live tensors with the layout that the saved ``values`` of a parameter should get, by the same keys."""
+        """Return live tensors with the layouts that the saved ``values`` of a parameter should get, by equal keys."""
         if hasattr(parameter, GEOMETRY[1]):  # zeros, because values outside all shards, such as padding, have no state
             return dict.fromkeys(values, laid_out_as(parameter, parameter.detach().new_zeros(parameter.shape)))
         own = self.optimizer.state.get(parameter, {})
@@ -386,7 +386,7 @@ def by_name(
 
     :class:`NamedOptimizer` gets ``is_table``; :class:`KeyedOptimizer` gets ``is_table_key`` as its ``is_table``.
     """
-    if not isinstance(obj, Optimizer) or not hasattr(obj, "param_groups"):  # some wrappers lack it
+    if not isinstance(obj, Optimizer) or not hasattr(obj, "param_groups"):  # some wrappers lack these groups
         return obj
     if is_keyed(obj):
         return KeyedOptimizer(obj, is_table_key)
@@ -410,7 +410,7 @@ class ZeroOptimizer(NamedOptimizer):
         return {"state": {**shared, **state}, "param_groups": groups}
 
     def _give(self, state: dict[str, Any], load: Callable[[dict[str, Any]], object]) -> None:
-        shared = shared_in(state).state if is_named(state) else {}  # removed: torch takes every key for an index
+        shared = shared_in(state).state if is_named(state) else {}  # removed, because torch reads every key as an index
         self._local.state.clear()
         load({**state, "state": {key: values for key, values in state["state"].items() if key not in shared}})
         self._local.state.update(shared)

@@ -65,7 +65,7 @@ class Registry:
         """Register an object that has a state; with ``per_rank`` each rank saves its own state, which ZeRO needs."""
         if not isinstance(name, str):
             kind = type(name).__name__
-            raise ValueError(f"{self._what}: a {kind} cannot be registered as a name: the name, a string, comes first")
+            raise ValueError(f"{self._what}: a {kind} cannot be registered as a name: pass the name, a string, first")
         if not name or name == SPARSE_OPTIM or not is_encodable(name):
             raise ValueError(f"{self._what}: {name!r} cannot be registered; choose another name")
         flag("per_rank", per_rank)
@@ -89,8 +89,7 @@ class Registry:
         twin = next((known for known, own in self.objects.items() if is_one and own is obj), None)
         if twin is not None:
             raise ValueError(
-                f"{self._what}: {twin!r} and {name!r} are one {type(obj).__name__}, which is registered once: keep one "
-                "of the two names"
+                f"{self._what}: {twin!r} and {name!r} are the same {type(obj).__name__}: keep one of the two names"
             )
 
     def get(self, name: str) -> Any:
@@ -125,7 +124,7 @@ class Registry:
         return obj.gathered(name, saved, stored) if isinstance(obj, KeyedOptimizer) else None
 
     def dump(self, copy: Copy = as_it_is, *, of_ranks: bool = False) -> dict[str, Any]:
-        """Return name -> state as portable data, for objects with one state per rank if ``of_ranks``, else the others.
+        """Return name -> state as portable data, of objects with one state per rank if ``of_ranks``, else the others.
 
         ``copy`` is applied to each state, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`. Raises
         ValueError, with the key, for a value that could not be loaded back safely.
@@ -161,11 +160,11 @@ class Registry:
         """Load the states, and keep states whose names are not registered for :meth:`get`.
 
         Optimizers and schedulers are loaded before the block, and restored if an object refuses its state or the block
-        fails. Other objects cannot be restored, so they are loaded when the block calls the function that ``with``
-        gives; the block calls it as late as possible. Plain values are filled after the block.
+        fails. Other objects cannot be restored, so the block itself loads them, as late as possible, by calling the
+        function that ``with`` gives. Plain values are filled after the block.
 
         Raises:
-            StateMismatchError: an object refused its state, or a plain value is of another kind.
+            StateMismatchError: an object refused its state, or a plain value has another type.
         """
         self._unclaimed |= {name: state for name, state in states.items() if name not in self.objects}
         own = {name: self._adapter(self.objects[name]) for name in states if name in self.objects}
@@ -173,7 +172,7 @@ class Registry:
         misfits = {name: misfit(self.objects[name], states[name]) for name in plain}
         mismatched = {name: pair for name, pair in misfits.items() if pair and is_filled(self.objects[name])}
         if mismatched:
-            remedy = "register a value of the kind that was saved, or leave it out with 'exclude'"
+            remedy = "register a value of the saved type, or leave it out with 'exclude'"
             raise StateMismatchError(f"{self._what}: a plain value", mismatched=mismatched, remedy=remedy)
         undos = {name: _undo_of(obj) for name, obj in own.items() if name not in plain}
         with ExitStack() as undone_on_error:
@@ -185,7 +184,7 @@ class Registry:
             def give_rest() -> None:
                 for name in (name for name, undo in undos.items() if undo is None):
                     self._give(name, own[name], states[name])
-                    kept = "%s: %r keeps the state that was loaded, though the load failed: repeat the load"
+                    kept = "%s: %r keeps the loaded state although the load failed: repeat the load"
                     undone_on_error.callback(log.warning, kept, self._what, name)
 
             yield give_rest
@@ -293,7 +292,7 @@ def io_registry() -> Registry:
 
 
 def is_filled(live: Any) -> bool:
-    """Say whether a load can change a value in place; numbers and strings cannot be changed."""
+    """Return whether a load can change a value in place; numbers and strings cannot be changed."""
     if isinstance(live, np.ndarray):
         return live.flags.writeable
     if isinstance(live, Tensor):
@@ -306,7 +305,7 @@ def is_overlapping(live: Tensor) -> bool:
 
 
 def is_read_only(live: Tensor) -> bool:
-    """Say whether a tensor lies in a read-only memory map, where a write would end the process; asks the kernel."""
+    """Return whether a tensor lies in a read-only memory map, where a write would end the process; asks the kernel."""
     if live.device.type != "cpu" or live.is_meta or not live.numel():
         return False
     last = sum((n - 1) * step for n, step in zip(live.shape, live.stride(), strict=True)) * live.element_size()
@@ -314,7 +313,7 @@ def is_read_only(live: Tensor) -> bool:
     try:
         for address in {live.data_ptr(), live.data_ptr() + last}:
             os.write(sink, ctypes.string_at(address, 1))
-            if int(_LIBC.read(source, ctypes.c_void_p(address), ctypes.c_size_t(1))) < 0:  # the byte that is there
+            if int(_LIBC.read(source, ctypes.c_void_p(address), ctypes.c_size_t(1))) < 0:  # writes the same byte
                 return True
     finally:
         os.close(source)

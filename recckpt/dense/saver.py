@@ -118,8 +118,8 @@ def write_state(
 ) -> list[TensorChunk]:
     """Write a dict, and return the chunks for the index of dense tensors.
 
-    The state was made by :func:`recckpt.dense.state_copy.portable`, and may hold :class:`Later` tensors; only one of
-    these is in memory at a time. ``advance`` is called with the number of bytes that were written.
+    The state was made by :func:`recckpt.dense.state_copy.portable`, and may contain :class:`Later` tensors; only one
+    of them is in memory at a time. ``advance`` is called with the number of bytes written.
     """
     records, checksums = _Records(), []
 
@@ -208,7 +208,7 @@ class _Pickler(pickle.Pickler):
         self._placed = placed
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not Placed:  # in the place of a storage
+        if type(obj) is not Placed:  # a placed tensor stands for its storage
             return None
         kind, number = STORAGES.get(obj.dtype), str(obj.number)
         if kind is None:

@@ -39,7 +39,7 @@ class LocalBox:
 
 
 def is_sharded(value: Any) -> bool:
-    """Say whether a value is a sharded tensor; imports nothing."""
+    """Return whether a value is a sharded tensor; imports nothing."""
     if not isinstance(value, Tensor):
         return False
     has_geometry = hasattr(value, GEOMETRY[1]) and all(hasattr(value, name) for name in GEOMETRY)
@@ -78,7 +78,7 @@ def may_be_sharded() -> bool:
 
 
 def _kinds() -> tuple[type, ...]:
-    """Return the types of sharded tensors from imported modules; without the import there are no such tensors."""
+    """Return the types of sharded tensors from imported modules; modules that are not imported have made no tensors."""
     modules = ((sys.modules.get(module), name) for module, name in _KINDS.items())
     return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
@@ -139,7 +139,7 @@ def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
 def own_boxes(value: Tensor) -> Any:
     """Return the local part of a DTensor made by TorchRec, which lists its shards; None for other values.
 
-    The placements of a DTensor made by TorchRec do not say where its shards are.
+    The placements of these DTensors do not show where the shards are.
     """
     local = cast(Any, value).to_local() if hasattr(value, "device_mesh") else None
     return local if callable(getattr(local, "local_shards", None)) else None
@@ -150,7 +150,7 @@ def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -
         parts = f"found {tuple(found.shape)} of {tuple(value.shape)} on this rank, expected {tuple(expected)}"
         placements = getattr(value, "placements", "")
         raise ValueError(
-            f"{name or 'a sharded tensor'}: {parts} by its layout {placements}; make it by distribute_tensor"
+            f"{name or 'a sharded tensor'}: {parts} by its layout {placements}; make the tensor by distribute_tensor"
         )
     return found
 
@@ -170,12 +170,12 @@ class Share:
     dtype: str
     shape: tuple[int, ...]
     n_values: int
-    tiles: tuple[Tile, ...] = ()  # boxes of the values, if the attributes of the tensor declare them
+    tiles: tuple[Tile, ...] = ()  # tiles of the values, if the tensor's attributes declare them
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What ranks compare first: a digest of names, dtypes and shapes, and two numbers of values.
+    """The values that ranks compare first: a digest of names, dtypes and shapes, and two numbers of values.
 
     ``n_values`` counts the values of all tensors, ``n_own`` the values that this rank writes.
     """
@@ -201,7 +201,7 @@ class ShardedState:
 
 
 def is_whole(summaries: Sequence[Summary]) -> bool:
-    """Say whether all ranks have the same tensors and together write all values; if not, compare their shares."""
+    """Return whether all ranks have the same tensors and together write all values; if not, compare their shares."""
     kinds = {(summary.digest, summary.n_values, summary.is_trusted) for summary in summaries}
     return (
         len(kinds) == 1
@@ -219,18 +219,18 @@ def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
             first, known = kinds.setdefault(name, (rank, share))
             if (share.dtype, share.shape) != (known.dtype, known.shape):
                 one, other = f"{known.dtype} {known.shape} on rank {first}", f"{share.dtype} {share.shape} on {rank}"
-                raise ValueError(f"sharded tensor {_called(name)}: found {one}, {other}; expected the same on both")
+                raise ValueError(f"sharded tensor {_called(name)}: found {one}, {other}; expected equal ones")
             written[name] += share.n_values
     for name, (_, share) in kinds.items():
         if written[name] != math.prod(share.shape):
             found = f"found {written[name]} values on {len(shares)} ranks, expected {math.prod(share.shape)}"
-            remedy = "save on all ranks that have a part of it"
+            remedy = "save on all ranks that have a part of the tensor"
             if written[name] > math.prod(share.shape):
                 remedy = "several ranks have the same part, and it is not known which rank writes it: use DTensor"
             raise ValueError(f"sharded tensor {_called(name)}: {found}; {remedy}")
         tiles = [tile for own in shares if name in own for tile in own[name].tiles]
         if (twice := overlap(tiles)) is not None:
-            found = f"found {twice.sizes} from {twice.offsets} on, of which another shard has values too"
+            found = f"found {twice.sizes} from {twice.offsets} on, which another shard also has in part"
             raise ValueError(f"sharded tensor {_called(name)}: {found}, expected each value once")
 
 
@@ -302,12 +302,12 @@ class ShardedTensors:
         return value
 
 
-def _called(fqn: str) -> str:  # without MODEL or EXTRA
+def _called(fqn: str) -> str:  # without the prefix MODEL or EXTRA
     return fqn.partition("/")[2]
 
 
 def _is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
-    """Say whether this rank writes a piece that several ranks have.
+    """Return whether this rank writes a piece that several ranks have.
 
     Each rank decides alone, by a hash of the tensor's name and the piece's place that distributes the work evenly.
     """
@@ -315,7 +315,7 @@ def _is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
     if mesh is None:
         return True
     replica, replicas = 0, 1
-    n_dims = mesh.ndim if own_boxes(value) is None else mesh.ndim - 1  # TorchRec shards tables over the last one
+    n_dims = mesh.ndim if own_boxes(value) is None else mesh.ndim - 1  # TorchRec shards tables over the last dimension
     for dim, placement in enumerate(cast(Any, value).placements[:n_dims]):
         if placement.is_replicate():
             replica, replicas = replica * mesh.size(dim) + mesh.get_coordinate()[dim], replicas * mesh.size(dim)

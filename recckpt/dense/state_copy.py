@@ -33,7 +33,7 @@ _SMALL_BYTES = 1 << 20
 _LARGE = 1  # in place of the digest of a large state that this save does not hash
 _SAMPLE_ROWS = 4096  # number of rows of a copied table to hash per save, about
 _TABLE = "table "  # prefix of digest names of tables that several ranks have copies of
-_BY_ROWS = {("dense",), ("sharded",)}  # first items of places whose tensors are in the index, so in row-major order
+_BY_ROWS = {("dense",), ("sharded",)}  # first items of places whose tensors are in the index, so row-major
 
 
 class _EmptyBytes(bytes):
@@ -55,7 +55,7 @@ def portable(name: str, value: Any, layout: torch.memory_format = torch.contiguo
     try:
         try:
             return _portable(None, value, layout)
-        except ValueError:  # repeat with names for the message; to make names of all places is slower than the copies
+        except ValueError:  # repeat with names for the message; naming all places is slower than the copies
             return _portable(name, value, layout)
     except RecursionError:
         raise ValueError(f"{name[:200]}: the value contains itself, or is nested too deep to be saved") from None
@@ -72,7 +72,7 @@ def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
         return _portable_numpy(name, value)
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         raise ValueError(
-            f"{name}: an int of {value.bit_length()} bits cannot be loaded back safely; save it as a string"
+            f"{name}: an int of {value.bit_length()} bits cannot be loaded back safely; save a string instead"
         )
     if isinstance(value, Enum) and isinstance(value, int | str):
         value = value.value
@@ -114,7 +114,7 @@ def _portable_container(name: str | None, value: Any, layout: torch.memory_forma
 
 
 def are_plain(values: Collection[Any]) -> bool:
-    """Say whether all values are of plain types that need no conversion."""
+    """Return whether all values are of plain types that need no conversion."""
     kinds = set(map(type, values))
     if int not in kinds:
         return kinds <= _USUAL
@@ -156,7 +156,7 @@ def _portable_tensor(name: str | None, value: Tensor, layout: torch.memory_forma
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether the values fill their memory without gaps or overlaps, in any order of dimensions."""
+    """Return whether the values fill their memory without gaps or overlaps, in any order of dimensions."""
     n_values = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != n_values:
@@ -192,7 +192,7 @@ class DenseBuffers:
 
     @contextmanager
     def copying(self) -> Iterator[Copy]:
-        """Give a function (place, state) -> state in which all tensors are copies.
+        """Return a context manager that gives a function (place, state) -> state in which all tensors are copies.
 
         The copies are complete at the end of the ``with`` block, and valid until the next block begins. A tensor that
         occurs several times is copied once.
@@ -203,7 +203,7 @@ class DenseBuffers:
         copied = dict[tuple[Any, ...], tuple[Tensor, Tensor]]()
 
         def copy(place: Place, tensor: Tensor) -> Tensor:
-            values = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # how the memory is interpreted
+            values = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # how to interpret the memory
             same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), values
             if tensor.numel() and same in copied:
                 return copied[same][1]
@@ -262,8 +262,8 @@ def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tenso
 class RankDigests:
     """Makes digests of one rank's state while a save stages it; one object for all saves of a saver.
 
-    Small registered objects are hashed at every save, large ones and dense tensors at every 20th. Of tables that
-    several ranks have copies of, each save hashes another sample of rows.
+    Small registered objects are hashed at every save, large ones and dense tensors at every 20th save. If several ranks
+    have copies of a table, each save hashes another sample of its rows.
     """
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ class RankDigest:
         self.by_name: dict[str, int] = {}
 
     def noting(self, copy: Copy) -> Copy:
-        """Return a copy function that first records the digest of each state."""
+        """Return a copy function that records the digest of each state before it copies the state."""
 
         def noted(place: tuple[Any, ...], state: Any) -> Any:
             name = " ".join([*map(str, place[:-1]), repr(place[-1])])
@@ -295,12 +295,12 @@ class RankDigest:
         return noted
 
     def note_rows(self, table: str, first: int, slots: Mapping[str, Tensor], *, audit: int) -> None:
-        """Record a digest of rows of a table that several ranks have copies of.
+        """Record a digest of rows of a table, if several ranks have copies of the table.
 
         Args:
             table: name of the table.
             first: index of the first row in ``slots``.
-            slots: slot -> values of one or more consecutive rows that other ranks have too.
+            slots: slot -> values of one or more consecutive rows that other ranks also have.
             audit: at each n-th save, hash all of these rows, not a sample; 0 for never.
         """
         n_rows = len(next(iter(slots.values())))
@@ -341,14 +341,14 @@ def _difference(name: str, others: Sequence[int], *, is_saved: bool) -> str:
         f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:5]))}{', ...' if len(others) > 5 else ''}"
     )
     if not is_saved:
-        return f"{name} is known to {ranks} and not to rank 0, and is not saved: register it on all ranks"
+        return f"{name} is registered on {ranks} but not on rank 0, and is not saved: register it on all ranks"
     if name.startswith(_TABLE):
         return (
-            f"{name} differs on {ranks} from the other copies, and each of these ranks saves a part: keep the copies "
+            f"{name} differs on {ranks} from the other copies, and each rank saves a part of its copy: keep the copies "
             "equal, such as with DistributedDataParallel, and without max_norm"
         )
     mend = "register it with per_rank=True" if not name.startswith("dense ") else "keep it equal on all ranks"
-    kept = "the state of rank 0 is saved, and all ranks get it back"
+    kept = "only the state of rank 0 is saved, and restored on all ranks"
     return f"{name} differs on {ranks}: {kept}; if this is not intended, {mend}"
 
 

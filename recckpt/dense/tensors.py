@@ -46,7 +46,7 @@ class StoredTensor:
 
     @property
     def content(self) -> object:
-        """A key that is equal for tensors whose chunks have equal places and checksums."""
+        """A key that is equal for tensors with equal values: their chunks have equal places and checksums."""
         chunks = [(tuple(chunk.offsets), tuple(chunk.sizes), tuple(chunk.xxh3)) for _, chunk in self.chunks]
         return self.dtype, self.shape, chunks
 
@@ -56,7 +56,7 @@ class StoredTensor:
 
 
 def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str, str], StoredTensor]:
-    """Return (of, name) -> tensor, assembled from the chunks of all shards."""
+    """Return ("model" or "extra", name) -> tensor, assembled from the chunks of all shards."""
     chunks_of: dict[tuple[str, str], list[tuple[TensorIndex, TensorChunk]]] = {}
     for index in indexes:
         for chunk in index.chunks:
@@ -75,7 +75,7 @@ def _whole(directory: str, pieces: list[tuple[TensorIndex, TensorChunk]]) -> Sto
     twice = overlap([chunk for _, chunk in pieces if math.prod(chunk.sizes)])
     if twice is not None:
         index, chunk = next((index, chunk) for index, chunk in pieces if chunk is twice)
-        found = f"a box that another has too: {chunk.sizes} from {chunk.offsets} on"
+        found = f"a tile that overlaps another: {chunk.sizes} from {chunk.offsets} on"
         raise _bad_index(directory, index, chunk, found, "each value once")
     if covered != math.prod(first.shape):
         found = f"chunks of {covered} values"
@@ -117,7 +117,7 @@ def _bad_index(
 
 @dataclass(frozen=True)
 class Read:
-    """A box to read: ``at`` is its begin in chunk ``chunk``, ``to`` its begin in the result."""
+    """A box to read: ``at`` is where it begins in chunk ``chunk``, ``to`` where it begins in the result."""
 
     chunk: int
     at: tuple[int, ...]
@@ -168,7 +168,7 @@ class DenseTensors:
         return self.read_box(tensor, tensor.shape, whole)
 
     def read_box(self, tensor: StoredTensor, sizes: Sequence[int], reads: Iterable[Read]) -> npt.NDArray[Any]:
-        """Return an array of shape ``sizes`` filled by the reads, in dtypes as :meth:`read`."""
+        """Return an array of shape ``sizes`` filled by the reads; dtypes as for :meth:`read`."""
         dtype = NUMPY_DTYPES[tensor.dtype]
         values = np.empty(sizes, dtype)
         for read in reads:

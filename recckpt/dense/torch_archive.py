@@ -21,7 +21,7 @@ _ZIP64_BYTES = 20
 _PADDING_ID = 0x4246  # the id that torch uses
 _LARGE_BYTES = 1 << 30  # entries of this size or larger have 64-bit sizes; zip requires them from 2 GiB on
 _STEP_BYTES = 4 << 20
-# Matches many opcodes without an argument or with one of fixed size, because a pickle has about forty per tensor.
+# Matches many opcodes that have no argument or one of fixed size, because a pickle has about forty per tensor.
 _SIMPLE = rb"(?:[(NQ}\])tRaesub\x85-\x89]|[Kqh].|M..|J.{4}|G.{8}|[rj]%b){0,999}"
 _GLOBAL = re.compile(rb"c([^\n]{1,200})\n([^\n]{1,200})\n")
 
@@ -100,7 +100,7 @@ class LoadableArchive(NamedTuple):
 def check_loadable(content: BinaryIO, path: str, max_bytes: int = sys.maxsize) -> LoadableArchive:
     """Check that a file is a zip of torch.save whose pickle is a dict of tensors and plain data.
 
-    The check reads opcodes and runs none. A file that was crafted to be well-formed but not loadable passes. The pickle
+    The check reads opcodes without running them. A crafted file that is well-formed but not loadable passes. The pickle
     may have at most ``max_bytes``.
     """
 
@@ -148,11 +148,11 @@ def _check_pickle(data: bytes, path: str) -> None:
     if at >= len(data):
         found = "no end of the pickle"
     elif data[at : at + 1] == b".":
-        found = f"{len(data) - at - 1} bytes behind its end"
+        found = f"{len(data) - at - 1} bytes after its end"
     elif data[at : at + 1] == b"c":
         found = f"the global {_global_at(data, at).replace(' ', '.')!r}"
     else:
-        import pickletools  # only to name what is wrong
+        import pickletools  # only to name the bad opcode
 
         names = {opcode.code: opcode.name for opcode in pickletools.opcodes}
         found = f"the opcode {names.get(chr(data[at]), data[at])}"
@@ -161,7 +161,7 @@ def _check_pickle(data: bytes, path: str) -> None:
         f"data.pkl, byte {at}",
         found=found,
         expected="a dict of tensors and plain data",
-        remedy="nothing of it was run; do not load this file with weights_only=False",
+        remedy="no code of it was run; do not load this file with weights_only=False",
     )
 
 
