@@ -1,1 +1,1 @@
-"""The checkpoint manager: counts steps, saves when it is time, and resumes."""
+"""The checkpoint manager: counts steps, saves when a save is due, and resumes a run."""

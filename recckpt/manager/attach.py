@@ -38,17 +38,17 @@ from recckpt.types import LiveTable, SavableTable
 
 log = logging.getLogger("recckpt")
 
-_live: WeakValueDictionary[int, LiveTables] = WeakValueDictionary()  # that were found here, by id of the model
+_live: WeakValueDictionary[int, LiveTables] = WeakValueDictionary()  # tables found here, by id of the model
 _T = TypeVar("_T")
 _Manager = TypeVar("_Manager")
 OneOrMany: TypeAlias = _T | Sequence[_T] | Mapping[str, _T] | None  # one, several, several by name, or nothing
 TablesOption: TypeAlias = LiveTables | LiveTableOptions | None  # live tables, arguments that find them, or nothing
 FIND_ALL: LiveTableOptions = {}
-_MEANINGS = {  # of options that the log names
+_MEANINGS = {  # meanings of options in the log
     "save_interval": "",
     "max_keep": "",
-    "async_save": " (training goes on meanwhile)",
-    "deltas": " (what has changed)",
+    "async_save": " (training continues meanwhile)",
+    "deltas": " (only changes)",
 }
 
 
@@ -77,14 +77,14 @@ def live_tables(
 ) -> LiveTables:
     """Find the embedding tables of a model that recckpt can save and restore in place, with their optimizers' states.
 
-    Nothing in the model is replaced; hooks announce which rows change, as long as the tables are referenced, as by a
-    saver, and not closed. Call it on each rank after the model is wrapped and the optimizers are made, and
+    Nothing in the model is replaced. Hooks announce which rows change, as long as the tables are open and referenced,
+    for example by a saver. Call it on each rank after the model is wrapped and the optimizers are made, and
     before training and restoring; a second call for the same model returns the same tables. Not thread-safe.
     Collective if TorchRec has sharded the model.
 
     Args:
         model: a model with ``nn.Embedding``, ``nn.EmbeddingBag``, kernels of FBGEMM or collections of TorchRec.
-        optimizers: the optimizers that train them; fused ones are found in the model.
+        optimizers: the optimizers that train the tables; fused optimizers are found in the model.
         min_rows: smaller embeddings stay dense tensors.
         names: path of a module -> name of its table; other tables are named by their paths.
         exclude: paths of modules that stay dense.
@@ -96,7 +96,7 @@ def live_tables(
         adapters: tables in the memory of other libraries; these tables announce their changes.
 
     Raises:
-        LiveTableError: tables cannot be saved like this; lists all that is wrong.
+        LiveTableError: tables cannot be saved in place; the message lists all that is wrong.
         TypeError, ValueError: an argument is invalid.
     """
     from recckpt.adapters.torchrec import TORCHREC
@@ -118,9 +118,9 @@ def attached(
     loader: OneOrMany[Any],
     tables: TablesOption,
 ) -> _Manager:
-    """Find and name everything to save, make a saver of it, and its manager; see ``CheckpointManager.attach``.
+    """Find and name everything to save, make a saver of it, and the manager; see ``CheckpointManager.attach``.
 
-    ``saver`` and ``manager`` already have their options; the log names those with defaults in ``attach``.
+    ``saver`` and ``manager`` already have their options; the log names options with defaults in ``attach``.
     """
     wrong = list[str]()
     try:
@@ -143,7 +143,7 @@ def attached(
         wrong.append(f"tables: {error}")
     if wrong:
         raise ValueError(f"attach: {plural(len(wrong), 'problem')}; nothing was made:\n  " + "\n  ".join(wrong))
-    # Refuses a rank that cannot be before anything is made.
+    # Refuses an invalid rank before anything is made.
     rank, _ = this_rank(manager.keywords["shard_id"], manager.keywords["shard_num"])
     made = saver(model, sparse[0].obj if sparse else None, tables=live)
     for item in (*dense, *others):
@@ -193,7 +193,7 @@ def _how(options: Mapping[str, Any]) -> Iterator[str]:
     near: Near | None = options["near"]
     if near is not None:
         when = f"every {near.interval} steps" if isinstance(near.interval, int) else f"(interval={near.interval!r})"
-        copies = "1 where there are several hosts" if near.copies is None else near.copies
+        copies = "1 if there are several hosts" if near.copies is None else near.copies
         yield f"near={os.fspath(near.path)} {when}, copies={copies}"
 
 
@@ -249,7 +249,7 @@ def _about_tables(tables: Mapping[str, SavableTable], sparse: Sequence[_Item]) -
     if len(sparse) > 1:
         yield (
             f"{' and '.join(item.label for item in sparse)}: found {len(sparse)} optimizers of tables, expected one: "
-            "make one with a group for each, such as SparseAdam([{'tables': [user], 'lr': 0.1}, {'tables': [item]}])"
+            "make one with a group per table, such as SparseAdam([{'tables': [user], 'lr': 0.1}, {'tables': [item]}])"
         )
     among = [updater(item.obj) for item in sparse]
     for one, names in trainers_of(tables).items():
@@ -284,7 +284,7 @@ def _about_schedulers(schedulers: Sequence[_Item], optimizers: Sequence[Optimize
     known = {id(one) for optimizer in optimizers if isinstance(optimizer, Optimizer) for one in layers(optimizer)}
     for item in schedulers:
         if isinstance(item.obj, Optimizer):
-            yield f"{item.label}: {item.kind} is an optimizer: give it in optimizers"
+            yield f"{item.label}: {item.kind} is an optimizer: pass it in optimizers"
         strange = [one for one in scheduled_by(item.obj) if id(one) not in known]
         if strange:
             kinds = ", ".join(dict.fromkeys(type(updater(one)).__name__ for one in strange))
@@ -303,7 +303,7 @@ def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterat
     for item in positions:
         if isinstance(item.obj, DataLoader) and not hasattr(item.obj, "state_dict"):
             yield (
-                f"{item.label}: a {item.kind} of torch does not know its position in the data: pass torchdata's "
+                f"{item.label}: a {item.kind} of torch has no state with its position: pass torchdata's "
                 "StatefulDataLoader, or ElasticLoader or ElasticShards of recckpt.positions, or a dataset that has "
                 "state_dict and load_state_dict, or omit it"
             )
@@ -332,11 +332,11 @@ def _live_tables(
             before.close()
         live = _live[id(model)] = live_tables(model, optimizers, **tables)
     else:
-        what = "a dict of arguments of live_tables, what it has returned, or None"
+        what = "a dict of arguments of live_tables, its result, or None"
         raise TypeError(f"found a {type(tables).__name__}, expected {what}")
     arguments.live_tables_of(model, live)
     if live is not None:
-        # Steps of optimizers that are not those which live_tables was given would not be seen; TorchRec has its own.
+        # Steps of optimizers that live_tables was not given would not be seen, except TorchRec's, which have hooks.
         weights = [(name, parameter) for name, parameter in parameters_of(model) if live.has_key(name)]
         for optimizer in (one for one in optimizers if not is_keyed(one)):
             trained = {id(parameter) for group in groups_of(optimizer) for parameter in group["params"]}
@@ -344,7 +344,7 @@ def _live_tables(
             if strange:
                 kind = type(updater(optimizer)).__name__
                 raise ValueError(
-                    f"the {kind} here trains {first_few(strange)}, for which live_tables was given another optimizer: "
-                    "call it with those that train, or give arguments of it in place of what it returned"
+                    f"the {kind} here trains {first_few(strange)}, but live_tables was given another optimizer for it: "
+                    "pass the optimizers that train to live_tables, or pass its arguments in place of its result"
                 )
     return live

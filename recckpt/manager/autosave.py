@@ -30,7 +30,7 @@ from recckpt.sparse.optim import SparseOptimizer
 
 log = logging.getLogger("recckpt")
 
-_LOST_SEC = 5.0  # that a save in the background has to end in, once a rank is known to be missing
+_LOST_SEC = 5.0  # time limit for a running background save once a rank is known to be missing
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AtSave:
     """One rank's place in the run, and the state that it saves beside the model; all ranks compare these at a save."""
 
     step: int
-    is_saved: bool  # in a checkpoint that is not ephemeral
+    is_saved: bool  # whether a checkpoint that is not ephemeral has this step
     event_time: float | None
     counted: str
     state: dict[str, StateValue]
@@ -47,13 +47,13 @@ class AtSave:
 class GradientWindow:
     """Puts saves off while accumulated gradients wait for their optimizer step, because no checkpoint holds gradients.
 
-    A window is one of ``set_grad_accum_steps`` of an optimizer of tables, or of accelerate's
+    A window is set by ``set_grad_accum_steps`` of an optimizer of tables, or by accelerate's
     ``gradient_accumulation_steps``. Collective if something is due.
     """
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
-        self.kind: Kind | None = None  # of the save that was put off
+        self.kind: Kind | None = None  # kind of the save that was put off
         self._signal: int | None = None
 
     def kind_now(self, due: Kind | None, agreed: Agreed) -> Kind | None:
@@ -88,7 +88,7 @@ class SideSaves(Protocol):
     """Saves that steps make beside checkpoints, such as near saves. Collective; not thread-safe."""
 
     def start(self, begin: Moment) -> None:
-        """Begin to count from where the run is, as after a restore."""
+        """Begin to count from the present step of the run, for example after a restore."""
 
     def see(self, now: Moment) -> None:
         """Record the first known event time, and an event time that was set back."""
@@ -135,7 +135,7 @@ class Autosave:
         begin = run.moment()
         self._schedule = Schedule(options.regular, options.between, options.backpressure, begin)
         self._reload_trigger: Trigger | None = None
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failed saves
         self._in_flight: SaveHandle | None = None
         self._window, self._has_stepped, self._has_reached = GradientWindow(saver), False, False
         self._tables = tables_in(saver.model)
@@ -149,14 +149,14 @@ class Autosave:
         return counts
 
     def start(self) -> None:
-        """Begin to count from where the run is, as after a restore."""
+        """Begin to count from the present step of the run, for example after a restore."""
         begin = self._run.moment()
         self._schedule.start(begin)
         for side in self._sides:
             side.start(begin)
         if self._reload_trigger is not None:
             self._reload_trigger.restart(begin)
-        self._tables = tables_in(self._saver.model)  # there may be new ones
+        self._tables = tables_in(self._saver.model)  # tables may have been added
         self.date_tables()
         self._window, self._has_stepped = GradientWindow(self._saver), False
 
@@ -165,7 +165,7 @@ class Autosave:
         self._reload_trigger = None if when is None else Trigger(when, self._run.moment())
 
     def note_time(self) -> None:
-        """Apply an event time that the caller set: tables use it for new look-ups, and policies count from it."""
+        """Apply an event time that the caller set: tables store it with new look-ups, and policies count from it."""
         now = self._run.moment()
         self._schedule.see(now)
         for side in self._sides:
@@ -176,19 +176,19 @@ class Autosave:
         """Give the tables the run's step and event time, which they store with each row looked up from now on."""
         for table in self._tables:
             table.step = self._run.global_step
-            if self._run.event_time is not None:  # else that of the table stays, which may have been set by hand
+            if self._run.event_time is not None:  # without one, a time that a user gave a table stays
                 table.event_time = self._run.event_time
 
     def count(self, ends: Ends, state: State, metrics: Metrics, event_time: float | None) -> None:
         run = self._run
-        time_of_events = checked_event_time(event_time)  # first: a step that is refused is not counted
+        time_of_events = checked_event_time(event_time)  # first, because a refused step is not counted
         if self._ranks.size == 1:
             check_step(state, metrics)
         run.count(ends)
         self._has_stepped = True
         run.note_event(run.plausible(time_of_events))
         self.date_tables()
-        # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
+        # Ranks may see the end of a save at different steps: all raise its error at the next, unless a rank is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
             self._let_pass(partial(self.settle, 0))
         now = run.moment(metrics, ends)
@@ -213,7 +213,7 @@ class Autosave:
             number = self._window.signal_now(most_urgent(self._ranks.gather(self._signals.take())), self._agreed)
             if number is not None:
                 self._answer(number, state, metrics)
-        if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
+        if kind is None and self._ranks.size > 1:  # not before: other ranks may be at a save, which raises on all
             check_step(state, metrics)
 
     def _agreed(self, ask: Callable[[], bool]) -> bool:  # collective
@@ -270,7 +270,7 @@ class Autosave:
         try:
             self._settle_for_save()
         except OtherCallError:
-            raise  # the others are elsewhere: a save would wait for them
+            raise  # other ranks are not at this save, which would wait for them
         except Exception:
             save()
             raise
@@ -307,16 +307,16 @@ class Autosave:
         settle_on_all(self.settle, self._ranks_now().raising(self._info.failure))
 
     def _settle_for_save(self) -> None:
-        """As :meth:`settle_on_all`, before a save that a missing rank fails."""
+        """Like :meth:`settle_on_all`, before a save that a missing rank fails."""
         settle_on_all(self.settle, self._info.raising(self._ranks_now()))
 
     def _save_due(self, kind: Kind, state: State, metrics: Metrics) -> None:
-        """Save this step; an error is raised unless ``on_save_error`` lets the run go on."""
+        """Save this step. Raises the save's error, unless ``on_save_error`` tolerates it."""
         save = partial(self._save, kind, state, metrics, background=self._options.async_save is not False)
         if self._options.tolerate is None:
             save()
             return
-        self._let_pass(self._settle_for_save)  # else the previous save's error would be taken for this one's
+        self._let_pass(self._settle_for_save)  # otherwise this save would report the previous save's error
         if not self._let_pass(save):
             self._schedule.missed(kind, self._run.moment())
 
@@ -361,7 +361,7 @@ class Autosave:
         own, is_saved = self._meet(step, state, metrics)
         self.date_tables()
         if is_saved:
-            log.info("%s is saved already", run.ckpt_id)
+            log.info("%s is already saved", run.ckpt_id)
             return None
         try:
             save = self._saver.save_async if background else self._saver.save
@@ -375,7 +375,7 @@ class Autosave:
                 ephemeral=kind == "ephemeral",
             )
         except Exception:
-            if not self._note_failure():  # this one has failed, not the one before
+            if not self._note_failure():  # this save failed, not the previous one
                 self._count_failure()
             raise
         self._tables = tables_in(self._saver.model)
@@ -390,7 +390,7 @@ class Autosave:
         return saved
 
     def _meet(self, step: int | None, state: State, metrics: Metrics) -> tuple[AtSave, bool]:
-        """Return this rank's part, and whether a checkpoint that is not ephemeral has this step. Collective.
+        """Return this rank's record, and whether a checkpoint that is not ephemeral has this step. Collective.
 
         Moves the run to the caller's own ``step``, and to the latest event time of all ranks. RecckptError if ranks
         counted different windows or epochs; TypeError, ValueError for invalid arguments.
@@ -417,12 +417,12 @@ class Autosave:
 
     @property
     def _ranks(self) -> Ranks:
-        """The present ranks; with several, a failing or missing one fails this step's save."""
+        """The present ranks; with several, a rank that fails or is missing fails this step's save."""
         ranks = self._ranks_now()
         return ranks if ranks.size == 1 else self._info.raising(ranks, self._failure_before)
 
     def _failure_before(self) -> RecckptError | None:
-        """Return the error of the background save, which a missing rank fails before anything of this step."""
+        """Return the error of the background save: if a rank is missing, that save fails before this step's save."""
         try:
             self.settle(_LOST_SEC)
         except RecckptError as error:
@@ -475,9 +475,9 @@ class Autosave:
         try:
             is_over = self.settle(left())
         except Exception as error:
-            log.error("%s", error)  # one more reason to save this step
+            log.error("%s", error)  # a further reason to save this step
             is_over = True
-        is_over = all(self._ranks.gather(is_over))  # it may end on one rank just as the grace period does
+        is_over = all(self._ranks.gather(is_over))  # the save may end on one rank just as the grace period does
         if is_over:
             self._save("regular", state, metrics, background=True)
         return is_over and self.settle(left())

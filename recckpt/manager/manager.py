@@ -43,29 +43,29 @@ _MADE_BY_ATTACH = "CheckpointManager.attach(model, optimizers, output_dir='runs/
 class CheckpointManager(Resumable):
     """Saves a run as ``ckpt_<step>`` when a save is due, and restores it.
 
-    Thread-safe: steps, saves and restores of several threads are serialized. It belongs to the process that made it:
-    a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
+    Thread-safe: steps, saves and restores of several threads are serialized. A manager belongs to its process: a
+    forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
 
-    As a context manager it saves the last step when the block ends without error, if there was one or a near save was
-    restored, and waits for a running save.
+    As a context manager, it waits at the end of the block for a running save. If the block ends without an error, it
+    also saves the last step, if a step was counted or a near save was restored.
 
     Args:
-        saver: what is saved, and where.
+        saver: the saver, which knows what to save, and where.
         save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
-        shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
-        shard_num: number of ranks; None as above (WORLD_SIZE), else 1. With more than 1, ``step``, ``save`` and
-            ``restore`` are collective.
+        shard_id: number of this rank; None: from the process group, else from the environment (RANK), else 0.
+        shard_num: number of ranks; None: from the process group, else from WORLD_SIZE, else 1. Above 1, ``step``,
+            ``save`` and ``restore`` are collective.
         async_save: whether training continues while a checkpoint is written; and what to do if a save is due while
             another is running: ``"wait"`` for it, as True does, ``"skip"`` the new one, or
-            ``"latest"``: save as soon as the other one has ended, at the step of that moment.
-        ephemeral: when to make checkpoints between the others; only the newest of them is kept, and only until a
+            ``"latest"``: save as soon as the running one has ended, at the step reached by then.
+        ephemeral: when to make additional checkpoints; only the newest of them is kept, and only until a
             regular one is committed. Steps or a policy.
         save_on_signal: signals, such as ``("SIGTERM", "SIGUSR1")`` or their numbers, that make the next :meth:`step`
             save; then the process ends as the signal demands. SIGUSR1 and SIGUSR2 only save. A
             :class:`recckpt.policies.OnSignal` limits how long that may take.
         on_save_error: what to do with errors of saves begun by :meth:`step`, :meth:`window` or :meth:`epoch`:
             ``"raise"`` them; ``"warn"`` logs them; a function is called with them on every rank. Training continues
-            until three saves in a row have failed, or the number in a :class:`recckpt.policies.Tolerate`. They are in
+            until three saves in a row have failed, or the number in a :class:`recckpt.policies.Tolerate`. See them in
             :attr:`counts` and ``recckpt watch``. :meth:`save`, :meth:`close` and the end of ``with`` raise.
         save_at_start: whether ``with`` saves before training starts, if there was nothing to restore.
         step_prefix: prefix of checkpoint names: ``"model"`` for ``model_<step>``.
@@ -140,7 +140,7 @@ class CheckpointManager(Resumable):
     ) -> Self:
         """Return a manager of everything in a run; restores nothing, and logs in one line what it saves and how.
 
-        Finds the tables of the model, those of ``nn.Embedding`` and TorchRec too
+        Finds the tables of the model, including those of ``nn.Embedding`` and TorchRec
         (:func:`recckpt.live.live_tables`), and recognises each optimizer by what it trains. Call it on each rank after
         the model is wrapped and the optimizers are made. Collective if TorchRec has sharded the model.
 
@@ -152,26 +152,26 @@ class CheckpointManager(Resumable):
             model: any module.
             optimizers: all that train it: at most one of tables (:mod:`recckpt.sparse`) and any number of others.
             schedulers: learning-rate schedulers of the optimizers.
-            loader: one or several objects with a position in the data, as for :meth:`register_io_state`. If it is
-                None, a restore warns of loaders that shuffle among the caller's variables; ``()`` for no loader.
+            loader: one or several objects with a position in the data, as for :meth:`register_io_state`. If None, a
+                restore warns of shuffling loaders among the caller's variables; ``()`` for no loader.
             output_dir: where checkpoints go, as for :class:`recckpt.Saver`.
             save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
-            max_keep: how many to keep: by default two, so that another one is left if the newest is damaged.
-            async_save: whether training continues while a checkpoint is written: yes by default, see docs/async.md.
-            deltas: whether a save writes only what changed: yes by default, see docs/deltas.md.
+            max_keep: how many to keep: by default two, so that one is left if the newest is damaged.
+            async_save: whether training continues while a checkpoint is written, the default; see docs/async.md.
+            deltas: whether a save writes only what changed, the default; see docs/deltas.md.
             tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or its result; None leaves
                 embeddings of other libraries dense.
             concurrency: threads that read and write tables.
             near: when to make near saves, and where they go; see docs/near.md.
-            choose: which slots and rows of tables are saved, and in which dtype; None for all as they are.
-            transfers: how files travel, and how long ranks wait for each other.
+            choose: which slots and rows of tables are saved, in which dtypes; None for all of them, unchanged.
+            transfers: how files are sent, and how long ranks wait for each other.
             on_save: called with the :class:`recckpt.SaveInfo` of each save.
             run: the name of this job in metrics.
-            metadata: about the run, such as ``{"owner": "ads", "data": "v3"}``, in JSON types: stored with each
+            metadata: facts about the run, such as ``{"owner": "ads", "data": "v3"}``, in JSON types: stored with each
                 checkpoint; a restore adds the checkpoint's entries that this call lacks.
-            shard_id: number of this rank, as for :class:`recckpt.CheckpointManager`; so are all that follow.
+            shard_id: number of this rank, as for :class:`recckpt.CheckpointManager`, like all arguments below.
             shard_num: number of ranks.
-            ephemeral: when to make checkpoints between the others, of which only the newest is kept.
+            ephemeral: when to make additional checkpoints; only the newest of them is kept.
             save_on_signal: signals that make the next step save.
             on_save_error: what to do with errors of saves that a step began.
             save_at_start: whether ``with`` saves before training starts.
@@ -179,8 +179,8 @@ class CheckpointManager(Resumable):
 
         Raises:
             TypeError: ``model`` is not a module, or an argument is missing or unknown.
-            ValueError: something would not be saved, or is unknown; lists all of it, before anything is made. Or a
-                signal cannot be caught, after the output dir was made.
+            ValueError: an object would not be saved, or is unknown; lists all such problems, before anything is made.
+                Or a signal cannot be caught, after the output dir was made.
             OSError: the output dir cannot be written.
         """
         place = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
@@ -202,7 +202,7 @@ class CheckpointManager(Resumable):
 
     @property
     def saver(self) -> Saver:
-        """What is saved, and where."""
+        """The saver, which knows what to save, and where."""
         return self._saver
 
     @property
@@ -212,27 +212,27 @@ class CheckpointManager(Resumable):
 
     @property
     def global_step(self) -> int:
-        """Steps so far, those of the restored run included."""
+        """Number of steps so far, including the steps of the restored run."""
         return self._run.global_step
 
     @property
     def windows(self) -> int:
-        """Windows of the data that have ended, those of the restored run included."""
+        """Number of windows of the data that have ended, including windows of the restored run."""
         return self._run.windows
 
     @property
     def epochs(self) -> int:
-        """Epochs that have ended, those of the restored run included."""
+        """Number of epochs that have ended, including epochs of the restored run."""
         return self._run.epochs
 
     @property
     def metadata(self) -> Mapping[str, StateValue]:
-        """About the run, as given to :meth:`attach`, with further entries of a restored checkpoint.
+        """Facts about the run, as given to :meth:`attach`, and further entries of a restored checkpoint.
 
-        Assign all of it, on all ranks, to store it with later checkpoints.
+        To change it, assign a whole mapping on all ranks; later checkpoints store it.
 
         Raises:
-            TypeError, ValueError: it is set to something that JSON cannot hold.
+            TypeError, ValueError: the assigned value cannot be stored as JSON.
         """
         return self._run.metadata
 
@@ -244,11 +244,11 @@ class CheckpointManager(Resumable):
     def event_time(self) -> float | None:
         """The latest time of an event in the data so far, in seconds since 1970; None if unknown.
 
-        :meth:`step` updates it. Assign it, on all ranks, to set it before the first batch, to set it back after a
-        wrong record, or ahead of the clock. A restore replaces it.
+        :meth:`step` updates it. Assign a time, on all ranks, to set it before the first batch, to set it back after a
+        wrong record, or to set it ahead of the clock. A restore replaces it.
 
         Raises:
-            TypeError, ValueError: it is set to something that is not a time.
+            TypeError, ValueError: the assigned value is not a time.
         """
         return self._run.event_time
 
@@ -263,7 +263,7 @@ class CheckpointManager(Resumable):
 
     @property
     def counts(self) -> SaveCounts:
-        """How many saves were begun, skipped and failed so far."""
+        """The numbers of saves begun, skipped and failed so far."""
         return self._autosave.counts
 
     def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
@@ -286,17 +286,17 @@ class CheckpointManager(Resumable):
 
         Args:
             state: numbers, strings, and lists and dicts of these, for readers without torch; kept with the checkpoint,
-                if this step makes one.
+                if this step makes a checkpoint.
             metrics: name -> number, for policies of what to keep and when to save; stored like ``state``.
             event_time: the latest time of an event in this batch, in seconds since 1970. A time that is a day ahead of
                 the clock and of the previous one is ignored, with a warning.
 
         Raises:
             TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
-            ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is none of
-                these, a metric is not a number, or either is named ``event_time``, ``windows`` or ``epochs``. One rank
+            ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` has another
+                type, a metric is not a number, or either is named ``event_time``, ``windows`` or ``epochs``. One rank
                 alone does not count a refused step; several ranks all raise ``SaveFailedError`` at a save.
-            SaveFailedError: this save, or the previous background save, failed; the next may work.
+            SaveFailedError: this save, or the previous background save, failed; the next save may succeed.
             WriterFencedError: another process has taken the output dir over.
         """
         with self._turn():
@@ -306,7 +306,7 @@ class CheckpointManager(Resumable):
         """Return whether a step is due to be saved, for loops that call :meth:`save`; saves and counts nothing.
 
         A step is due if ``save_interval`` or ``ephemeral`` selects it, or a signal that ends the process was received.
-        It is not due if a checkpoint that is not ephemeral already has it, or the run is past it.
+        No step is due if a checkpoint that is not ephemeral already has it, or the run is past it.
 
         Args:
             step: the step, in a loop that counts its own steps; None for :attr:`global_step`.
@@ -318,8 +318,8 @@ class CheckpointManager(Resumable):
     def window(self, *, state: State = None, metrics: Metrics = None) -> None:
         """Count a window of the data, and save if a save is due; call it once at its end, after its last step.
 
-        A checkpoint of the last step does not contain the end of the window: a save that is due
-        replaces it. Arguments and errors are as for :meth:`step`.
+        A checkpoint of the last step does not contain the end of the window: a save that is due replaces that
+        checkpoint. Arguments and errors are as for :meth:`step`.
         """
         with self._turn():
             self._autosave.count("window", state, metrics, None)
@@ -351,14 +351,14 @@ class CheckpointManager(Resumable):
 
         Raises:
             TypeError, ValueError: as :meth:`step`; or ``step`` is not an int, or the run is past it.
-            SaveFailedError: this save, or the previous background save, failed; the next may work.
+            SaveFailedError: this save, or the previous background save, failed; the next save may succeed.
             WriterFencedError: another process has taken the output dir over.
         """
         with self._turn():
             return self._autosave.save(state, metrics, step)
 
     def all_steps(self) -> list[int]:
-        """Return the steps that :meth:`restore` can be given, in order of commit. Not collective.
+        """Return the steps that can be passed to :meth:`restore`, in order of commit. Not collective.
 
         These are the steps of committed checkpoints of a manager with this ``step_prefix``; damaged ones are left
         out, with an error in the log.
@@ -381,12 +381,12 @@ class CheckpointManager(Resumable):
     def delete(self, step: int) -> None:
         """Remove a step's checkpoint and the checkpoints that it superseded. Collective: all ranks pass the same step.
 
-        Rotation's rules hold: pinned checkpoints, bases of deltas and the only checkpoint stay. If the next
-        delta would be based on it, the next save is full. The run stays at its present step.
+        Rotation's rules hold: pinned checkpoints, bases of deltas and the only checkpoint stay. If the next delta would
+        be based on the removed checkpoint, the next save is full. The run stays at its present step.
 
         Raises:
             TypeError: ``step`` is not an int.
-            CheckpointInUseError: the checkpoint cannot be removed; the message says why, and what to do.
+            CheckpointInUseError: the checkpoint cannot be removed; the message gives the reason and a remedy.
             CheckpointNotFoundError, CorruptCheckpointError: there is no such checkpoint, or it is damaged.
             SaveFailedError: the running save failed; nothing was deleted.
             WriterFencedError: another process has taken the output dir over.
@@ -405,7 +405,7 @@ class CheckpointManager(Resumable):
 
         Args:
             table: the name of a table in the model or in any checkpoint.
-            ids: int64, in any order, such as a tensor.
+            ids: int64 ids in any order, such as a tensor.
 
         Returns:
             One result per request that was carried out; the last result is for this call.
@@ -456,7 +456,7 @@ class CheckpointManager(Resumable):
     def close(self) -> None:
         """Wait for a running save, and restore the previous signal handlers.
 
-        If ``async_save="latest"`` has put a save off, first saves the present step; this is collective among several
+        If ``async_save="latest"`` has put off a save, the present step is saved first; this is collective among several
         ranks.
 
         Raises:
@@ -486,7 +486,7 @@ class CheckpointManager(Resumable):
             try:
                 if error is None:
                     self._autosave.finish()
-                    if not self._autosave.is_ending:  # or it goes on elsewhere; others are not asked: one may be gone
+                    if not self._autosave.is_ending:  # then the run continues elsewhere; not collective
                         self._saver._note_end(self._run.global_step)
             except BaseException as failure:
                 error = failure
@@ -496,4 +496,4 @@ class CheckpointManager(Resumable):
 
     def _turn(self) -> AbstractContextManager[Any]:
         self._check_process()
-        return self._saver._turn()  # one lock for both: two could each be held by a thread that waits for the other
+        return self._saver._turn()  # one lock: two could each be held by a thread that waits for the other

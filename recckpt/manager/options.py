@@ -43,7 +43,7 @@ class ManagerOptions:
         _ = self.regular, self.on_signal, self.tolerate
         if type(self.async_save) is not bool and self.async_save not in get_args(Backpressure):
             raise ValueError(
-                f"async_save must be True, False, or for saves that are due while one is under way one of "
+                f"async_save must be True, False, or for saves that are due during another save one of "
                 f"{get_args(Backpressure)}, found {self.async_save!r:.100}"
             )
         if self.between is not None:
@@ -51,7 +51,7 @@ class ManagerOptions:
         flag("save_at_start", self.save_at_start)
         if not isinstance(self.step_prefix, str) or not self.step_prefix:
             raise ValueError(f"step_prefix must be a text such as 'ckpt', found {self.step_prefix!r}")
-        layout.encode_id(layout.step_id(COUNT_LIMIT, self.step_prefix))  # refuses what no checkpoint could have
+        layout.encode_id(layout.step_id(COUNT_LIMIT, self.step_prefix))  # raises an error for impossible names
 
     @property
     def regular(self) -> When:
@@ -71,7 +71,7 @@ class ManagerOptions:
 
     @cached_property
     def tolerate(self) -> Tolerate | None:
-        """How many saves may fail while training goes on; None for none."""
+        """How many saves may fail before training stops; None if no save may fail."""
         return as_tolerate(self.on_save_error)
 
 
@@ -82,14 +82,14 @@ def check_step(state: State, metrics: Metrics) -> None:
 
 
 def as_state(state: State, metrics: Metrics) -> dict[str, StateValue]:
-    """Return the entries to keep with a checkpoint; raises as :func:`check_step`."""
+    """Return the entries to keep with a checkpoint; raises the same errors as :func:`check_step`."""
     entries = {**as_numbers(metrics), **as_state_values(state)}
     _check_names(state, metrics)
     return entries
 
 
 def as_metadata(metadata: State) -> dict[str, StateValue]:
-    """Return a run's metadata as an entry of a manifest's state; raises as :func:`check_step`."""
+    """Return a run's metadata as an entry of a manifest's state; raises the same errors as :func:`check_step`."""
     return as_state_values(metadata, METADATA, level=1)
 
 
@@ -98,7 +98,7 @@ def _check_names(state: State, metrics: Metrics) -> None:
     for what, values in (("state", state or {}), ("metrics", metrics or {})):
         name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS, METADATA) if name in values), None)
         if name is not None:
-            raise ValueError(f"{what}[{name!r}]: this is what the manager keeps and resumes from: use another name")
+            raise ValueError(f"{what}[{name!r}]: the manager uses this name itself: use another name")
 
 
 def checked_event_time(event_time: float | None) -> float | None:
@@ -113,7 +113,7 @@ def checked_event_time(event_time: float | None) -> float | None:
         raise TypeError(
             f"event_time must be a number of seconds since 1970, found {event_time!r}; a datetime has timestamp()"
         ) from error
-    if is_time and event_time > MAX_EVENT_TIME:  # tables would take all rows for old; no later time would count
+    if is_time and event_time > MAX_EVENT_TIME:  # tables would treat all rows as old, and ignore later times
         raise ValueError(
             f"event_time must be seconds since 1970, found {event_time!r}, beyond the year 5000: divide milliseconds "
             "by 1000, nanoseconds by 1e9"

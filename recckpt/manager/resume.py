@@ -46,7 +46,7 @@ HyperParameters = Literal["load", "keep"]
 _FELL_BACK = {"restore.fallbacks": 1}
 _OWN = Entry(label="output_dir", is_own=True)
 _TOO_LATE = (
-    "hyper_parameters='keep': load_model_bank has restored the run already, and replaced its hyper-parameters; give "
+    "hyper_parameters='keep': load_model_bank has already restored the run, and replaced its hyper-parameters; pass "
     "hyper_parameters='keep' to load_model_bank"
 )
 
@@ -60,11 +60,11 @@ class RestoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Start:
-    """What a run may start from: the checkpoints of a bank, and its own checkpoints and near saves, best first."""
+    """The possible starts of a run: the checkpoints of a bank, and its own checkpoints and near saves, best first."""
 
     bank: LocatedBank
     own: Sequence[Checkpoint]
-    otherwise: Start | None = None  # to use if everything in the bank is damaged too
+    otherwise: Start | None = None  # used if everything in the bank is damaged, too
 
 
 class Restorer:
@@ -79,13 +79,13 @@ class Restorer:
         candidates: CandidateFinder,
     ) -> None:
         self._loader, self._run, self._ranks_now, self._keep, self._candidates = loader, run, ranks, keep, candidates
-        self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
-        self._keeps_settings = False  # in that restore
-        self._followed: list[tuple[Entry, Taken]] = []  # dynamic entries of the bank, and what was loaded of them
+        self._resumed_with_bank = ""  # save_id of the own checkpoint, until restore() is called
+        self._keeps_settings = False  # whether that restore keeps hyper-parameters
+        self._followed: list[tuple[Entry, Taken]] = []  # dynamic entries of the bank, and what they loaded
 
     @property
     def _ranks(self) -> Ranks:
-        """The present ranks; a rank alone raises its own error unchanged."""
+        """The present ranks; a single rank raises its own error unchanged."""
         ranks = self._ranks_now()
         if ranks.size == 1:
             return ranks
@@ -123,7 +123,7 @@ class Restorer:
         if is_whole and first.own[0].manifest.save_id == resumed and self._run.is_saved:
             if keeps_settings and not self._keeps_settings:
                 raise ValueError(_TOO_LATE)
-            log.info("%s was restored with the model bank already", first.own[0].ckpt_id)
+            log.info("%s was already restored with the model bank", first.own[0].ckpt_id)
             return self._run.global_step
 
         load = partial(self._load, entry, rng=rng, is_whole=is_whole, with_bank=False)
@@ -170,7 +170,7 @@ class Restorer:
             try:
                 there = locate_given(entry, entry.path)
             except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
-                return None  # a run that is being written or rotated; it is looked at again
+                return None  # such a run is being written or rotated; a later call looks again
             manifest = there.checkpoint.manifest
             is_newer = manifest.save_id != taken.manifest.save_id and manifest.place > taken.manifest.place
             return there if is_newer else None
@@ -188,7 +188,7 @@ class Restorer:
                 report = self._ranks.in_meetings(lambda meetings: load_sources(meetings=meetings))
             taken.take(source, live)
             self._run.note_saved(False)
-            log.info("loaded %s, which is new in the bank", source.label)
+            log.info("loaded %s, a new checkpoint in the bank", source.label)
             return [report]
 
         def instead(source: LocatedCheckpoint | None, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
@@ -199,7 +199,7 @@ class Restorer:
     def _instead(self, damage: KnownDamage, start: Start, error: CorruptCheckpointError) -> Start | None:
         """Return a start that avoids the damaged parts of ``start``; None if nothing is left. Collective.
 
-        It uses another checkpoint of the same name in the bank, or the best own checkpoint that needs no damaged file.
+        The start has another checkpoint of the same name in the bank, or the best own one that needs no damaged file.
         """
         other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
         if other is not None:
@@ -209,7 +209,7 @@ class Restorer:
         if other is not None and other.own != start.own:
             best = start.own[0]
             link = damaged_link(best, error) or best.directory
-            what = "is damaged" if link == best.directory else f"stands on {link}, which is damaged"
+            what = "is damaged" if link == best.directory else f"is based on {link}, which is damaged"
             log.error("%s %s, restoring %s instead: %s", best.ckpt_id, what, other.own[0].ckpt_id, error)
             self._measure(_FELL_BACK)
         return other
@@ -221,7 +221,7 @@ class Restorer:
         with self._opened(live, [*start.bank.sources, *own]) as sources:
             load_sources = partial(self._loader.load_sources, live, sources, start.bank.problems, rng=rng and bool(own))
             report = self._ranks.in_meetings(lambda meetings: load_sources(meetings=meetings))
-            # A rank alone has looked at the rows of its chain itself; of several, all together have as many as it says.
+            # A single rank has checked the rows of its chain; several must together have the saved number.
             if own and own[0].checkpoint.below and self._ranks.size > 1:
                 rows = self._ranks.gather(rows_read(live, report, n_bank))
                 for error in row_errors(own[0].checkpoint, rows):
@@ -247,7 +247,7 @@ class Restorer:
             yield self._ranks.on_each(lambda: stack.enter_context(opened(sources, live.needs)))
 
     def _go_on(self, checkpoint: Checkpoint, report: LoadReport, wholes: Sequence[tuple[bool, bool]]) -> None:
-        """Continue the run from a checkpoint; ``wholes``: each rank loaded all of its rows, and has no other rows."""
+        """Continue the run from a checkpoint. ``wholes``: whether each rank loaded all its rows and has no others."""
         is_whole, is_saved = map(all, zip(*wholes, strict=True))
         record, step = checkpoint.manifest, report.global_step
         if step is None and record.step is None:
@@ -257,7 +257,7 @@ class Restorer:
         self._run.go_on(record.state, step, near_order=near_order)
         self._run.note_saved(is_saved and not record.ephemeral and checkpoint.near_dir is None)
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
-        if (time := time_of(record.time)) is not None:  # its age is known before the first save
+        if (time := time_of(record.time)) is not None:  # metrics show its age before the first save
             self._measure({"last_save.time": time.timestamp()})
 
     def _measure(self, measured: Mapping[str, float]) -> None:
@@ -274,7 +274,7 @@ class Restorer:
         near: bool = True,
         is_whole: bool = True,
     ) -> Start:
-        """Return what to start from: ``global_step``, or the newest, with near saves if ``near``. Collective."""
+        """Return the start for ``global_step``, or for the newest state, with near saves if ``near``. Collective."""
         if global_step is None and near:
             needed = self._needed(is_whole=is_whole)
             start = Start(*self._candidates.find(self._ranks, bank, self._usable, needed))
@@ -329,7 +329,7 @@ def _without_damage(damage: KnownDamage, storage: Storage, start: Start, error: 
     link = damaged_link(start.own[0], error) if start.own else None
     bank = damage.instead(start.bank, error)
     if bank is None and link is None and (start.bank.sources or not start.own):
-        return start.otherwise  # it is in the bank
+        return start.otherwise  # the damage is in the bank
     if bank is not None and link is None:
         return replace(start, bank=bank)
     known = damage if bank is None else KnownDamage()
@@ -340,7 +340,7 @@ def _without_damage(damage: KnownDamage, storage: Storage, start: Start, error: 
     saves = [save for save in saves if link not in {part.directory for part in save.links}]
     own = merged([each for each in reversed(known.whole(storage).current) if each.ckpt_id in ckpt_ids], saves)
     without = replace(start, own=own, otherwise=None) if own else None
-    return without if bank is None else replace(start, bank=bank, otherwise=without)  # both may have such a directory
+    return without if bank is None else replace(start, bank=bank, otherwise=without)  # both may have this directory
 
 
 class Resumable(OneProcess):
@@ -351,14 +351,14 @@ class Resumable(OneProcess):
     _autosave: Autosave
     _restorer: Restorer
     _ranks: Callable[[], Ranks]
-    _looks_for_loaders = True  # that were not given
+    _looks_for_loaders = True  # loaders among the caller's variables
 
     @abstractmethod
     def _turn(self) -> AbstractContextManager[Any]: ...
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Let the run continue from what the block loads; waits for running saves first. Collective.
+        """Let the run continue from the state that the block loads. Waits for running saves first. Collective.
 
         Requests to forget are carried out before the output dir is read.
         """
@@ -380,7 +380,7 @@ class Resumable(OneProcess):
             made_stateful = f"{name} = torchdata.stateful_dataloader.StatefulDataLoader(...) and "
             log.warning(
                 "%s: a %s that shuffles, but its position is not saved: a resumed run starts its data again, in "
-                "another order; to save the position, use %sattach(..., loader=%s); loader=() turns this warning off",
+                "another order; to save the position, use %sattach(..., loader=%s); loader=() disables this warning",
                 *(name, type(loader).__name__, "" if is_stateful(loader) else made_stateful, name),
             )
 
@@ -402,22 +402,22 @@ class Resumable(OneProcess):
 
         Args:
             global_step: the step to restore; None or "latest" for the newest; "best" by ``Best`` in ``max_keep``.
-            load_conf: what to restore; None for everything.
+            load_conf: what to restore, as in :meth:`recckpt.Saver.load`; None for everything.
             rng: whether to restore the random generators of torch, CUDA, numpy and Python.
             required: whether it is an error if there is nothing to restore.
-            hyper_parameters: ``"load"`` those of the checkpoint, or ``"keep"`` the present ones of all optimizers,
-                and the rates that their schedulers were made with; see docs/resume.md.
+            hyper_parameters: ``"load"`` takes them from the checkpoint, ``"keep"`` keeps those of all optimizers
+                and the base rates of their schedulers; see docs/resume.md.
             near: whether to consider near saves, if the saver makes them; never with a step.
 
         Returns:
             The step; 0 if there was nothing to restore.
 
         Raises:
-            CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
-            CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
-            FormatVersionError: a newer recckpt wrote one of them.
+            CheckpointNotFoundError: there is no such checkpoint, and ``global_step`` or ``required`` was given.
+            CorruptCheckpointError: the checkpoint of ``global_step``, or every checkpoint, is damaged.
+            FormatVersionError: a newer recckpt wrote one of the checkpoints.
             StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
-            CheckpointRemovedError: another process removed it before it was read, several times in a row.
+            CheckpointRemovedError: another process removed each checkpoint before it was read, several times in a row.
             PartlyLoadedError: reading failed after tables with rows had been changed; restore again.
             ValueError: ``hyper_parameters`` is neither, or :meth:`load_model_bank` has already replaced them.
         """
@@ -438,13 +438,13 @@ class Resumable(OneProcess):
     ) -> LoadReport:
         """Start from other runs, or resume: the own output dir counts as the last entry of the bank.
 
-        Call it before :meth:`restore`, which then has nothing left to do.
+        Call this method before :meth:`restore`, which then does nothing.
 
         Args:
-            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/load.md. None is an
-                empty one.
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/load.md. None means no
+                entries.
             hyper_parameters: as for :meth:`restore`, if the run resumes.
-            reload_interval: when :meth:`reload_dynamic` looks for newer checkpoints, steps or a policy; None for after
+            reload_interval: when :meth:`reload_dynamic` looks for newer checkpoints: steps or a policy; None for after
                 each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
 
         Raises:
@@ -453,7 +453,7 @@ class Resumable(OneProcess):
             StateMismatchError: state does not fit the model; lists all of it.
             CheckpointNotFoundError: a path has no committed checkpoint.
             CorruptCheckpointError: a file is damaged.
-            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+            CheckpointRemovedError, PartlyLoadedError: as for :meth:`restore`.
         """
         keeps = _keeps(hyper_parameters)
         reload = None if reload_interval is None else as_when(reload_interval, "reload_interval")
@@ -463,7 +463,7 @@ class Resumable(OneProcess):
             return self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
 
     def plan(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadPlan:
-        """Return what :meth:`load_model_bank` would do; reads no rows and changes nothing.
+        """Return the plan of :meth:`load_model_bank`. Reads no rows and changes nothing.
 
         Raises:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as for :meth:`load_model_bank`.
@@ -472,14 +472,14 @@ class Resumable(OneProcess):
             return self._restorer.plan([] if bank is None else bank)
 
     def reload_dynamic(self) -> list[LoadReport]:
-        """Load again the dynamic entries of the bank whose path now has another checkpoint than the one loaded.
+        """Load again the dynamic entries of the bank whose path now has another checkpoint than the loaded one.
 
         Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or by the ``reload_interval`` of
         :meth:`load_model_bank`. An entry loads the names that it provided when the bank was loaded.
 
         Raises:
             StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
-            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+            CheckpointRemovedError, PartlyLoadedError: as for :meth:`restore`.
         """
         with self._turn():
             return self._restorer.reload_dynamic()

@@ -1,4 +1,4 @@
-"""Where a run is: its counts, event time and metadata."""
+"""The position of a run: its counts, event time and metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recckpt.text import plural
 log = logging.getLogger("recckpt")
 
 _DAY_SEC = 86_400.0
-_LONG_SEC = 30 * _DAY_SEC  # that the data seldom goes on by at once
+_LONG_SEC = 30 * _DAY_SEC  # the next record of the data is seldom so much later
 _AHEAD = (
     "event_time %r (%s) is %.0f days ahead of the clock and of the last event_time: this and similar values are "
     "ignored. If the data really has this time, set it first: manager.event_time = ..."
@@ -38,10 +38,10 @@ class Run:
     windows: int = 0  # windows of the data that have ended
     epochs: int = 0  # epochs that have ended
     is_saved: bool = False  # whether a lasting checkpoint holds the state of this step
-    near_order: tuple[int, int] | None = None  # of the near save that the last restore took everything from
+    near_order: tuple[int, int] | None = None  # order of the near save from which the last restore took everything
     event_time: float | None = None  # the latest time of an event in the data so far
-    metadata: Mapping[str, StateValue] = field(default_factory=dict)  # what the run is about, for people
-    step_prefix: str = layout.STEP_PREFIX  # of the ids of its checkpoints
+    metadata: Mapping[str, StateValue] = field(default_factory=dict)  # facts about the run, for people
+    step_prefix: str = layout.STEP_PREFIX  # prefix of the ids of its checkpoints
     _warned_of: frozenset[str] = frozenset()  # warnings about event times that were logged
 
     @property
@@ -59,9 +59,9 @@ class Run:
             ) from None
 
     def checked_step(self, step: Any) -> int:
-        """Return the step to move to; None stays.
+        """Return the step to move to; None means the present step.
 
-        TypeError if it is not an int, ValueError if the run is past it or no checkpoint can have it.
+        TypeError if the step is not an int, ValueError if the run is past it or no checkpoint can have it.
         """
         if step is None:
             return self.global_step
@@ -106,7 +106,7 @@ class Run:
             try:
                 date = f"{datetime.fromtimestamp(event_time, timezone.utc):%Y-%m-%d}"
             except (OverflowError, ValueError, OSError):
-                date = "no date"  # a time that no calendar has
+                date = "no date"  # a time that calendars lack
             log.warning(text, event_time, date, seconds / _DAY_SEC)
         return event_time if text is _LEAP else None
 
@@ -136,7 +136,7 @@ class Run:
         return {name: value for name, value in values.items() if value is not None}
 
     def start_at(self, step: int | None) -> None:
-        """Count from a step that was loaded from another run, if there was one."""
+        """Count from a step that was loaded from another run; do nothing for None."""
         self.global_step, self.is_saved, self.near_order = step or self.global_step, False, None
 
     def go_on(

@@ -22,7 +22,7 @@ def goes_on(number: int) -> bool:
 
 
 def most_urgent(numbers: Iterable[int | None]) -> int | None:
-    """Return the signal to act on: the first that ends the process, else the first."""
+    """Return the signal to act on: the first one that ends the process, otherwise the first one."""
     return min((number for number in numbers if number is not None), key=goes_on, default=None)
 
 
@@ -33,7 +33,7 @@ class SignalWatch:
     """
 
     def __init__(self, on_signal: OnSignal) -> None:
-        note = _Note()  # refers to no watch, so that a watch may be forgotten
+        note = _Note()  # has no reference to the watch, so that the watch can be collected
         self._note, self._has_ended = note, False
         self._give_back = weakref.finalize(self, note.give_back)
         self._give_back.atexit = False
@@ -52,13 +52,13 @@ class SignalWatch:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal was received, handled or not, that ends the process unless its previous handler does not."""
+        """Whether a received signal, handled or not, will end the process, unless its previous handler prevents it."""
         return self._has_ended or not all(map(goes_on, tuple(self._note.noted)))
 
     def take(self) -> int | None:
         """Return the signal to act on, among the signals since the last call."""
         came = []
-        while self._note.noted:  # one by one: another may come meanwhile
+        while self._note.noted:  # one by one, because another may come meanwhile
             came.append(self._note.noted.popleft())
         self._has_ended = self._has_ended or not all(map(goes_on, came))
         return most_urgent(came)
@@ -69,7 +69,7 @@ class SignalWatch:
             self._give_back()
             signal.raise_signal(number)
             if os.getpid() == 1 and signal.getsignal(number) is signal.SIG_DFL:
-                raise SystemExit(128 + number)  # no signal ends process 1, such as that of a container, by default
+                raise SystemExit(128 + number)  # by default no signal ends process 1, for example in a container
 
     def release(self, put_off: int | None = None) -> None:
         """Restore the previous signal handlers, then deliver any signal that was received but not yet acted on."""
@@ -89,18 +89,18 @@ class _Note:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self.noted.append(number)
-        else:  # in a fork, such as a data loader's worker, which does not answer signals
+        else:  # a fork, such as a data loader's worker, does not act on signals
             self.give_back()
             signal.raise_signal(number)
 
     def give_back(self) -> None:
-        """Restore the previous handlers, except where another has been set since."""
+        """Restore the previous handlers, except if another handler has been set since."""
         self.is_over = True
         for number in self.before:
             present: Any = signal.getsignal(number)
             handler = self.before[number]
-            while isinstance(handler, _Note) and handler.is_over:  # what that notes is not read
+            while isinstance(handler, _Note) and handler.is_over:  # nothing reads the signals that this handler notes
                 handler = handler.before[number]
             if present is self:
-                with suppress(ValueError):  # a watch that was forgotten may be collected on any thread
+                with suppress(ValueError):  # a watch without references may be collected on any thread
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
