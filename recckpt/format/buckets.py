@@ -36,7 +36,7 @@ def bucket_of(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def random_odds(first: int, n: int) -> npt.NDArray[np.uint64]:
-    """Return ``n`` random 64-bit numbers, from index ``first`` on; they are odd, because odd factors lose no bits."""
+    """Return ``n`` random 64-bit numbers, from index ``first`` on; all odd, because odd factors lose no bits."""
     odds: npt.NDArray[np.uint64] = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
     return odds
 
@@ -45,8 +45,8 @@ def random_odds(first: int, n: int) -> npt.NDArray[np.uint64]:
 class Slice:
     """The parts [begin, end) of the hashed id space, which is divided into ``size`` equal parts."""
 
-    begin: int  # first part that is inside
-    end: int  # first part after it
+    begin: int  # first part inside
+    end: int  # first part behind
     size: int = N_BUCKETS  # number of parts of the whole space
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Slice:
         return -(-self.begin * N_BUCKETS // self.size), -(-self.end * N_BUCKETS // self.size)
 
     def meets(self, begin: int, end: int) -> bool:
-        """Say whether any bucket of [begin, end) lies in this slice."""
+        """Return whether any bucket of [begin, end) lies in this slice."""
         first, last = begin * self.size // N_BUCKETS, (end - 1) * self.size // N_BUCKETS
         return begin < end and first < self.end and last >= self.begin
 

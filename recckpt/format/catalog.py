@@ -29,7 +29,7 @@ from recckpt.format.manifest import Manifest
 MAX_BYTES = 1 << 30  # part of the format
 KIND = FileKind("recckpt-catalog", 1, "", MAX_BYTES)  # part of the format
 
-PartKind = Literal["rows", "deletes"]  # what a part consists of: whole rows, or ids alone
+PartKind = Literal["rows", "deletes"]  # contents of a part: whole rows, or only ids
 
 
 class Batch(JsonRecord, frozen=True):
@@ -38,7 +38,7 @@ class Batch(JsonRecord, frozen=True):
     table: str
     rows: int  # at least 1
     buckets: tuple[int, int]  # [begin, end) of its first and last row
-    ids: IdRange  # lets a reader check a single batch for ids that other batches have
+    ids: IdRange  # lets a reader check whether ids of a single batch are in other batches, too
     xxh3: dict[str, int]  # column name -> checksum of its values
 
 
@@ -46,7 +46,7 @@ class Part(JsonRecord, frozen=True, dict=True):
     file: str  # name in the checkpoint
     n_bytes: int
     frame: int  # checksum of all bytes except column values
-    tables: tuple[str, ...]  # the dictionary of its ``table`` column
+    tables: tuple[str, ...]  # dictionary of the ``table`` column
     batches: tuple[Batch, ...]  # in file order
     holds: PartKind = "rows"
 
@@ -65,7 +65,7 @@ class Part(JsonRecord, frozen=True, dict=True):
     def batch_ends(self, widths: tuple[int, ...], head_bytes: int) -> npt.NDArray[np.int64]:
         """Return the offset where each batch ends: its head, then columns of these widths, each padded to words."""
         key = widths, head_bytes
-        if key not in self._batch_ends:  # of all readers of the part: each table has its own
+        if key not in self._batch_ends:  # shared by all readers of the part, because each table has its own reader
             bodies = sum(-(-width * self.rows // 8) * 8 for width in widths)
             self._batch_ends[key] = np.cumsum(bodies + head_bytes)
         return self._batch_ends[key]
@@ -131,7 +131,7 @@ def id_ranges(parts: Iterable[Part]) -> dict[str, IdRange]:
 
 
 class _BatchFields(JsonRecord, frozen=True):
-    table: Count  # its index in the dictionary
+    table: Count  # index of the table in the dictionary
     rows: PositiveCount
     buckets: Buckets
     ids: IdRange
@@ -153,8 +153,8 @@ def encode(catalog: Catalog) -> bytes:
     data = encode_of_shard(KIND, shard, "parts", map(_part_json, catalog.parts))
     if len(data) > MAX_BYTES:
         raise ValueError(
-            f"the catalog of shard {catalog.shard} would have {len(data)} bytes, at most {MAX_BYTES} are read "
-            "back: save on more ranks"
+            f"the catalog of shard {catalog.shard} would have {len(data)} bytes, expected at most {MAX_BYTES}: "
+            "save on more ranks"
         )
     return data
 
@@ -214,7 +214,7 @@ def _part(document: Document, where: str, part: _PartFields, manifest: Manifest)
     value_bytes = sum(batch.rows for batch in batches) * (2 + 8 + sum(slot.row_bytes for slot in slots or ()))
     if value_bytes > part.n_bytes:  # otherwise the loader would allocate memory for rows that do not exist
         found = f"rows of {value_bytes} bytes"
-        raise document.wrong(f"{where}.batches", found, f"less than the {part.n_bytes} of the file")
+        raise document.wrong(f"{where}.batches", found, f"fewer than the {part.n_bytes} bytes of the file")
     return Part(part.file, part.n_bytes, part.frame, part.tables, batches, holds)
 
 
@@ -230,5 +230,5 @@ def _batch(document: Document, where: str, batch: _BatchFields, part: _PartField
     for key, (begin, last) in (("buckets", (batch.buckets[0], batch.buckets[1] - 1)), ("ids", batch.ids)):
         if begin > last:
             found = list(batch.buckets if key == "buckets" else batch.ids)
-            raise document.wrong(f"{where}.{key}", found, "a range that something is in")
+            raise document.wrong(f"{where}.{key}", found, "a range that is not empty")
     return Batch(part.tables[batch.table], batch.rows, batch.buckets, batch.ids, sums)

@@ -21,19 +21,19 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 
 MAX_DEPTH = 16  # part of the format
-COUNT_LIMIT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
+COUNT_LIMIT = 10**18  # part of the format: all counts are below this limit, so that the next number is also valid
 CHECKSUM = "xxh3_64"  # part of the format
-READER = "1.0"  # part of the format: the least version of recckpt that reads what this one writes
-MAX_DIGITS = 40  # part of the format, of a number; counts have at most 18; Python may take a day for a million of them
+READER = "1.0"  # part of the format: the oldest version of recckpt that can read what this version writes
+MAX_DIGITS = 40  # part of the format, for numbers; counts have at most 18; Python may take a day for a million digits
 _SUM = re.compile(r"[0-9a-f]{16}")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
-_NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
+_NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, closed or not, or text
 _NO_FRAMING = bytes(set(range(256)) - set(b'"[]{}'))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _RELEASE = re.compile(r"\d{1,4}(?:\.\d{1,4}){1,3}")
 _SEAL = re.compile(rb',\n  "(\w+)": "([0-9a-f]{16})"\n}\n')  # part of the format
 _SEAL_BYTES = len(b',\n  "": "0123456789abcdef"\n}\n')
-_STEPS = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path of msgspec, which has no names of keys
+_STEPS = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # the steps of a path of msgspec, which does not name keys
 _OF_SHARD = ("save_id", "shard", "shards")
 _dumps = json.JSONEncoder(allow_nan=False).encode
 _T = TypeVar("_T")
@@ -49,7 +49,7 @@ IdRange = tuple[_Id, _Id]  # the least and the greatest, both included
 Buckets = tuple[_Bucket, _Bucket]  # [begin, end)
 Scalar = str | int | float | bool | None
 
-if TYPE_CHECKING:  # what a record has of them; in JSON they are strings that must be of some form
+if TYPE_CHECKING:  # for type checkers; in JSON they are strings of a given form
     Checksum = int
     CkptId = str
     FileName = str
@@ -137,10 +137,10 @@ def parse(data: bytes, path: str) -> Document:
     """
     try:
         text, framing = data.decode("utf-8"), data
-        if b"\\" not in data:  # no string has a quote in it, so that quotes come in pairs
+        if b"\\" not in data:  # then quotes come in pairs, because no string contains one
             framing = data.translate(None, _NO_FRAMING).replace(b'""', b"")
         steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", framing))
-        if any(depth > MAX_DEPTH for depth in accumulate(steps)):  # before the recursive parser sees it
+        if any(depth > MAX_DEPTH for depth in accumulate(steps)):  # before the recursive parser runs
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
         value = json.loads(
             text,
@@ -149,7 +149,7 @@ def parse(data: bytes, path: str) -> Document:
             parse_float=_finite,
             parse_int=_short,
         )
-        if _SURROGATE.search(data):  # an emoji has two; half of one cannot be written as UTF-8 again
+        if _SURROGATE.search(data):  # an emoji has two; half of one cannot be encoded as UTF-8
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         found = f"invalid JSON ({error!s:.200})"
@@ -168,9 +168,8 @@ class Document:
     def read(self, kind: type[_T], key: str = "") -> _T:
         """Return the record in this object, or in its field ``key``.
 
-        CorruptCheckpointError names the field that is missing or wrong. If an intact file lacks a field, an older
-        format wrote it:
-        FormatVersionError.
+        CorruptCheckpointError names the field that is missing or wrong. An intact file without a field has an older
+        format: FormatVersionError.
         """
         if key and key not in self.values:
             raise self.absent(key)
@@ -196,10 +195,10 @@ class Document:
     def absent(self, where: str) -> CorruptCheckpointError | FormatVersionError:
         if "." not in where and {"format", "version"} <= self.values.keys():
             match = _SEAL.fullmatch(self._data, max(0, self._data.rfind(b",\n")))
-            # The checksum holds, so no damage has taken the field from the file.
+            # The checksum holds, so the field is not missing because of damage.
             if match is not None and xxhash.xxh3_64_intdigest(self._data[: match.start()]) == self.xxh3:
                 return FormatVersionError(self.path, found=0, supported=1, missing=where)
-        return self.wrong(where, "no such field", "one")
+        return self.wrong(where, "no such field", "this field")
 
     @property
     def xxh3(self) -> int:
@@ -273,7 +272,7 @@ def plain(value: Any) -> Any:
     """Return the JSON of a record, without fields equal to their default, and with checksums as hex digits."""
     if isinstance(value, tuple):
         return [plain(each) for each in value]
-    if isinstance(value, int):  # of a field with checksums
+    if isinstance(value, int):  # a checksum
         return f"{value:016x}"
     json_value = msgspec.to_builtins(value)
     kind: type = type(value)
@@ -286,11 +285,11 @@ def plain(value: Any) -> Any:
 def sums_of(texts: Mapping[str, str]) -> dict[str, int] | None:
     together = ",".join(texts.values())
     if texts and not (len(together) == 17 * len(texts) - 1 and _SUMS.fullmatch(together)):
-        return None  # in the other case no string has a comma in it
+        return None  # otherwise no string contains a comma
     return {key: int(text, 16) for key, text in texts.items()}
 
 
-Shard = tuple[str, int, int]  # of what: its save id, its number, how many shards there are
+Shard = tuple[str, int, int]  # save id, number of the shard, number of shards
 
 
 def encode_of_shard(kind: FileKind, shard: Shard, key: str, entries: Iterable[str], **more: object) -> bytes:
@@ -330,7 +329,7 @@ def time_now() -> str:
 def time_of(text: object) -> datetime | None:
     """Return a datetime with its time zone, UTC by default; None if the text is not a time."""
     try:
-        moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))  # Python 3.10 does not know Z
+        moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))  # Python 3.10 does not parse Z
     except ValueError:
         return None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)

@@ -1,4 +1,4 @@
-"""Requests to forget ids, and the audit of those that were carried out (docs/format.md, section 14)."""
+"""Requests to forget ids, and the audit of completed requests (docs/format.md, section 14)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MAX_BYTES = 1 << 30  # part of the format
 KIND = FileKind("recckpt-forget", 1, "request_xxh3", MAX_BYTES)  # part of the format
 _SEAL = re.compile(rb', "line_xxh3": "([0-9a-f]{16})"}')  # part of the format
 _SEAL_BYTES = len(b', "line_xxh3": "0123456789abcdef"}')
-_REMEDY = "move the file away, and keep it: it says what was forgotten"
+_REMEDY = "move the file elsewhere and keep it: it lists what was forgotten"
 
-Ids = npt.NDArray[np.int64]  # ascending, all different
+Ids = npt.NDArray[np.int64]  # ascending, without duplicates
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,21 +33,21 @@ class Request:
     request: str  # 32 hex digits, unique
     table: str
     ids: Ids
-    asked: str  # time, UTC
+    asked: str  # time of the request, UTC
     by: str  # the command or method
-    version: str  # of recckpt
+    version: str  # version of recckpt
 
 
 def checked_ids(ids: Any) -> Ids:
-    """Return the ids sorted and unique; TypeError or ValueError if there are none, too many, or not int64."""
+    """Return the ids sorted and unique; TypeError or ValueError if the list is empty, too long, or not int64."""
     values = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
-    if isinstance(values, list) and bool in set(map(type, values)):  # numpy would convert it to 1
+    if isinstance(values, list) and bool in set(map(type, values)):  # numpy would convert True to 1
         raise TypeError("expected ids that are int64, found bool")
     found = np.asarray(values)
     if found.ndim != 1 or not found.size:
-        raise ValueError(f"expected ids to forget, one at least, found {'none' if not found.size else found.shape}")
+        raise ValueError(f"expected at least one id to forget, found {'none' if not found.size else found.shape}")
     if found.dtype == np.dtype(object) or (found.dtype.kind == "u" and int(found.max()) >= 2**63):
-        raise ValueError("expected ids that are int64, found one that is beyond it or no number")
+        raise ValueError("expected int64 ids, found a value outside the range of int64, or not a number")
     if found.dtype.kind not in "iu":
         raise TypeError(f"expected ids that are int64, found {found.dtype}")
     if found.size > MAX_IDS:
@@ -70,7 +70,7 @@ def decode_request(data: bytes, path: str) -> Request:
     try:
         ids = np.frombuffer(base64.b64decode(document.text("ids"), validate=True), "<i8").astype(np.int64)
     except (binascii.Error, ValueError) as error:
-        raise document.wrong("ids", f"no list of ids ({error})", "int64 in base64") from error
+        raise document.wrong("ids", f"not a list of ids ({error})", "int64 in base64") from error
     asked, by, version = (document.text(key) for key in ("asked", "by", "writer"))
     return Request(document.text("request"), document.text("table"), ids, asked, by, version)
 
@@ -81,7 +81,7 @@ def encode_line(values: Mapping[str, Any], before: bytes) -> bytes:
 
 
 def decode_audit(data: bytes, path: str) -> list[dict[str, Any]]:
-    """Return the lines; CorruptCheckpointError if a line is cut, changed, missing or of another format."""
+    """Return the lines; CorruptCheckpointError if a line is cut, changed or missing, or has another format."""
 
     def damaged(number: int, found: object, expected: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(path, f"line {number}", found=found, expected=expected, remedy=_REMEDY)
@@ -93,7 +93,7 @@ def decode_audit(data: bytes, path: str) -> list[dict[str, Any]]:
             raise damaged(number, f"a line ending in {line[-20:]!r}", "its own checksum, line_xxh3")
         so_far.update(line[:-_SEAL_BYTES])
         if so_far.intdigest() != int(seal[1], 16):
-            raise damaged(number, so_far.hexdigest(), f"{seal[1].decode()}: this line, or one before, was changed")
+            raise damaged(number, so_far.hexdigest(), f"{seal[1].decode()}: this line, or an earlier one, was changed")
         so_far.update(seal[0] + b"\n")
         try:
             values = json.loads(line)
@@ -103,5 +103,5 @@ def decode_audit(data: bytes, path: str) -> list[dict[str, Any]]:
             raise damaged(number, type(values).__name__, "a JSON object")
         lines.append(values)
     if data and not data.endswith(b"\n"):
-        raise damaged(len(lines) + 1, "a line that is cut", "JSON objects, one a line")
+        raise damaged(len(lines) + 1, "a line that is cut", "one JSON object per line")
     return lines

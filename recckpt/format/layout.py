@@ -1,4 +1,4 @@
-"""The names on disk: only this file makes and parses them. Part of the format."""
+"""The names on disk; no other file creates or parses them. Part of the format."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OFFER_JSON = "offer.json"
 MODEL = "model.pt"
 EXTRA = "extra.pt"
 SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
-SPARSE_LR = "sparse_lr_"  # and the number of a group of that optimizer: in the state, its learning rate
-STEP_PREFIX = "ckpt"  # of the ids that a manager gives, unless it is asked for another
+SPARSE_LR = "sparse_lr_"  # a prefix: with the number of a group of that optimizer, its learning rate in the state
+STEP_PREFIX = "ckpt"  # prefix of the ids that a manager gives by default
 SPARSE_DIR = "sparse"
 DENSE_DIR = "dense"
-OWN_DIR = ".recckpt"  # recckpt's own, which holds no checkpoint: encode_id never gives a name with a leading dot
+OWN_DIR = ".recckpt"  # directory for recckpt's files, never a checkpoint: encode_id gives no name with a leading dot
 OWNER_DIR = f"{OWN_DIR}/owner"
 PINS_DIR = f"{OWN_DIR}/pins"
 FORGET_DIR = f"{OWN_DIR}/forget"
@@ -32,7 +32,7 @@ FORGET_KEY = f"{FORGET_DIR}/key"
 FORGOTTEN = "forgotten.jsonl"
 MIRROR = f"{OWN_DIR}/mirror.json"
 MAX_ID_BYTES = 200
-_RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # the last would make a dir a checkpoint
+_RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # MANIFEST would make it a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(?:\.([1-9]\d*)(?:\.[1-9]\d*)?)?", re.ASCII)
 _STEP_ID = re.compile(r"_(0|[1-9]\d{0,17})", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
@@ -44,7 +44,7 @@ _DRAFT_OF_PART = re.compile(r"\.arrow\.[0-9a-f]+\.tmp$", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT|offer\.json|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin))"
-    r"(\.[0-9a-f]+\.tmp)?"  # of a draft: a mirror has them of any file
+    r"(\.[0-9a-f]+\.tmp)?"  # suffix of a draft: a mirror has drafts of any file
 )
 _DRAFT = ".tmp"
 _TEMPORARY = re.compile(
@@ -52,8 +52,8 @@ _TEMPORARY = re.compile(
     r"\.[0-9a-f]{16}\.tmp"
     r"|\.probe-[0-9a-f]{16}(\.tmp)?(\.[0-9a-f]{16}\.tmp)?"
 )
-_MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
-_SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
+_MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # limits of file systems
+_SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all our names match it
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -61,16 +61,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def encode_id(ckpt_id: str) -> str:
     """Return the directory name of a checkpoint id; ValueError if no checkpoint can have this id."""
     if not isinstance(ckpt_id, str) or not ckpt_id:
-        raise ValueError(f"a checkpoint id is a non-empty string, found {ckpt_id!r}")
+        raise ValueError(f"a checkpoint id must be a non-empty string, found {ckpt_id!r}")
     if not is_encodable(ckpt_id):
-        raise ValueError(f"a checkpoint id is encodable as UTF-8, found {ckpt_id!r}")
+        raise ValueError(f"a checkpoint id must be encodable as UTF-8, found {ckpt_id!r}")
     encoded = encode_name(ckpt_id)
     if len(encoded) > MAX_ID_BYTES:
         raise ValueError(
-            f"a checkpoint id has at most {MAX_ID_BYTES} bytes once encoded, found {len(encoded)}: {encoded[:40]}..."
+            f"a checkpoint id must have at most {MAX_ID_BYTES} encoded bytes, found {len(encoded)}: {encoded[:40]}..."
         )
     if encoded in _RESERVED_IDS:
-        raise ValueError(f"{ckpt_id!r} is a name of the format; choose another checkpoint id")
+        raise ValueError(f"{ckpt_id!r} is reserved by the format; choose another checkpoint id")
     return encoded
 
 
@@ -87,7 +87,7 @@ def encode_index(ckpt_ids: Iterable[str]) -> bytes:
 def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
     """Yield the directory names for attempts at a checkpoint by the writer of an epoch, best first."""
     encoded = encode_id(ckpt_id)
-    if not is_offer_dir(encoded):  # no list of a takeover names those
+    if not is_offer_dir(encoded):  # the list of a takeover names no offers
         yield encoded
     yield f"{encoded}.{epoch}"
     yield from (f"{encoded}.{epoch}.{n}" for n in count(1))
@@ -95,7 +95,7 @@ def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
 
 @lru_cache(maxsize=1 << 14)
 def is_attempt(directory: str, ckpt_id: str) -> bool:
-    """Return whether recckpt gives this name to directories of attempts at a checkpoint, or of its offers."""
+    """Return whether recckpt gives this name to a directory of an attempt at a checkpoint, or of an offer for it."""
     encoded = encode_id(ckpt_id)
     return directory == encoded or is_later_attempt(directory, encoded)
 
@@ -262,7 +262,7 @@ def probe() -> str:
 
 
 def is_draft(name: str, of: str | None = None) -> bool:
-    """Return whether :func:`temporary` made a name: for any file, or for the file ``of``."""
+    """Return whether :func:`temporary` made a name, for any file or for the file ``of``."""
     return name.endswith(_DRAFT) and (of is None or name.startswith(f"{of}."))
 
 
@@ -271,7 +271,7 @@ def is_temporary(name: str) -> bool:
 
 
 def is_encodable(name: str) -> bool:
-    """Say whether UTF-8 can encode a name: half a surrogate pair, from a cut emoji, cannot be encoded."""
+    """Return whether UTF-8 can encode a name; it cannot encode half a surrogate pair, as in a cut emoji."""
     return _SURROGATE.search(name) is None
 
 

@@ -31,21 +31,21 @@ from recckpt.text import first_few, instead_of
 MAX_BYTES = 64 << 20  # part of the format
 KIND = FileKind("recckpt", 1, "manifest_xxh3", MAX_BYTES)  # part of the format
 MAX_NESTED = 8  # part of the format: how deep lists and objects in the state are nested
-MAX_LINKS = 1000  # part of the format: of a chain, the full one included
-_MAX_RANGES = 1 << 16  # of all shards: every listing reads manifests, and tables times shards may be a million
+MAX_LINKS = 1000  # part of the format: links in a chain, including the full checkpoint
+_MAX_RANGES = 1 << 16  # ids ranges of all shards: listings read manifests, and tables times shards may be a million
 
 Lineage = tuple[str, ...]  # names of a class and its base classes
 StateValue = str | int | float | bool | Sequence["StateValue"] | Mapping[str, "StateValue"] | None
 NOT_FINITE = ("nan", "inf", "-inf")  # part of the format: numbers that JSON does not have
 
-_GONE_FIELDS = frozenset({"form_of", "revision_of"})  # of unreleased versions, in place of ``supersedes``
+_GONE_FIELDS = frozenset({"form_of", "revision_of"})  # fields of unreleased versions, replaced by ``supersedes``
 _GAPS = {
     "parameters": "the state of the optimizer that trained {}",
-    "optimizers": "the state of what trained in place of {}",
+    "optimizers": "the state of the optimizer that trained in place of {}",
     "tables": "the steps and hyper-parameters of the optimizer that trained {}",
-    "gradients": "what gradients should have changed in {}: no optimizer took them",
-    "schedules": "the place in the schedule of the learning rate of {}",
-    "weights": "parameters that {} trained, and the model does not have",
+    "gradients": "changes by gradients in {}: no optimizer used them",
+    "schedules": "the position in the learning-rate schedule of {}",
+    "weights": "parameters that {} trained, but the model does not have",
 }
 
 
@@ -60,7 +60,7 @@ class FileEntry(JsonRecord, frozen=True, rename={"n_bytes": "bytes"}):
 class ShardEntry(JsonRecord, frozen=True):
     catalog: FileName
     buckets: Buckets
-    ids: Mapping[str, IdRange] | None = None  # by table; None if only the catalog has them
+    ids: Mapping[str, IdRange] | None = None  # by table; None if only the catalog has the ranges
 
 
 class Names(JsonRecord, frozen=True):
@@ -72,8 +72,8 @@ class Names(JsonRecord, frozen=True):
 
 
 class Unsaved(JsonRecord, frozen=True):
-    parameters: tuple[str, ...] = ()  # dense ones that train without a registered optimizer
-    optimizers: tuple[str, ...] = ()  # registered ones that did not step while others trained their parameters
+    parameters: tuple[str, ...] = ()  # dense parameters that train without a registered optimizer
+    optimizers: tuple[str, ...] = ()  # registered optimizers that did not step while others trained their parameters
     tables: tuple[str, ...] = ()  # tables that a sparse optimizer trains
     gradients: tuple[str, ...] = ()  # tables whose gradients no optimizer uses
     schedules: tuple[str, ...] = ()  # saved optimizers with an unsaved scheduler
@@ -104,22 +104,22 @@ class Parent(Link, frozen=True):
 class Supersedes(JsonRecord, frozen=True):
     """The save that a checkpoint replaces in the order of commits."""
 
-    save_id: str  # of the superseded save; with the same rows, deltas name both by this and ``manifest``
+    save_id: str  # id of the superseded save; with the same rows, deltas name both by this and ``manifest``
     manifest: Checksum
-    directory: FileName  # of the superseded save
-    epoch: Count  # its place in the order of commits
+    directory: FileName  # directory of the superseded save
+    epoch: Count  # place of the superseded save in the order of commits
     seq: Count
     rows: str  # "same" or "fewer"
     why: str  # for people
-    request: str = ""  # that asked for fewer rows
-    n_rows: Count = 0  # that were left out
+    request: str = ""  # the request that asked for fewer rows
+    n_rows: Count = 0  # number of rows left out
 
 
 @dataclass(frozen=True)
 class Content:
     """The contents of a checkpoint, without the data of its commit."""
 
-    shards: tuple[ShardEntry, ...] = field(repr=False)  # not in ``repr``: it grows with the checkpoint
+    shards: tuple[ShardEntry, ...] = field(repr=False)  # not in ``repr``, because it grows with the checkpoint
     tables: tuple[TableEntry, ...] = field(repr=False)
     files: tuple[FileEntry, ...] = field(repr=False)
     names: Names = field(default=Names((), (), ()), repr=False)
@@ -152,10 +152,10 @@ class Manifest(Content):
     epoch: int = 0
     cut: int | None = None  # number of the staging in its epoch, if near saves are made
     step: int | None = None
-    parent: Parent | None = None  # of a delta
+    parent: Parent | None = None  # only of a delta
     chain: tuple[Link, ...] = field(default=(), repr=False)  # hints at all parents' directories, nearest first
-    supersedes: Supersedes | None = None  # of a compacted one, or one without forgotten ids
-    xxh3: int = field(default=0, compare=False)  # its checksum, by which a delta names it; of what was read only
+    supersedes: Supersedes | None = None  # only of a checkpoint that is compacted, or lacks forgotten ids
+    xxh3: int = field(default=0, compare=False)  # checksum of the manifest, by which deltas refer to it; if read
 
     @property
     def kind(self) -> str:
@@ -163,28 +163,28 @@ class Manifest(Content):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in the order of commits. A superseding checkpoint has the place of the superseded save."""
+        """The place in the order of commits. A superseding checkpoint has the place of the superseded save."""
         of = self.supersedes or self
         return of.epoch, of.seq
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in the order of checkpoints and near saves: (epoch, cut)."""
+        """The place in the order of checkpoints and near saves: (epoch, cut)."""
         return self.place[0], self.cut or 0
 
     @property
     def is_compacted(self) -> bool:
-        """Whether it has the same rows as the delta that it supersedes."""
+        """Whether this checkpoint has the same rows as the delta that it supersedes."""
         return self.supersedes is not None and self.supersedes.rows == "same"
 
     @property
     def name(self) -> str:
-        """The save id by which deltas refer to these rows; for a compacted checkpoint, of the original delta."""
+        """The save id by which deltas refer to these rows; of a compacted checkpoint, the original delta's."""
         return self.supersedes.save_id if self.supersedes and self.is_compacted else self.save_id
 
     @property
     def name_xxh3(self) -> int:
-        """The checksum by which deltas refer to these rows; for a compacted checkpoint, of the original delta."""
+        """The checksum by which deltas refer to these rows; of a compacted checkpoint, the original delta's."""
         return self.supersedes.manifest if self.supersedes and self.is_compacted else self.xxh3
 
     def file(self, name: str) -> FileEntry | None:
@@ -224,7 +224,7 @@ class _ContentFields(JsonRecord, frozen=True, kw_only=True):
 
 
 class _RecordFields(JsonRecord, frozen=True, kw_only=True):
-    """The fields of a manifest outside of its head; the seal of a near save has them too."""
+    """The fields of a manifest outside of its head; the seal of a near save also has them."""
 
     ckpt_id: CkptId
     save_id: str
@@ -245,7 +245,7 @@ def encode(manifest: Manifest) -> bytes:
     if len(data) > MAX_BYTES:
         raise ValueError(
             f"the manifest would have {len(data)} bytes, of {len(manifest.files)} files and {len(manifest.tables)} "
-            f"tables; at most {MAX_BYTES} are read back: save with fewer ranks or a lower concurrency"
+            f"tables; expected at most {MAX_BYTES}: save with fewer ranks or a lower concurrency"
         )
     return data
 
@@ -253,7 +253,7 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, path: str) -> Manifest:
     """Return the manifest in ``data``, the bytes of the file ``path``.
 
-    Raises CorruptCheckpointError if it is incomplete or inconsistent, FormatVersionError if a newer format wrote it.
+    Raises CorruptCheckpointError if the manifest is incomplete or inconsistent, FormatVersionError for a newer format.
     """
     document = KIND.open(data, path)
     if (kind := document.text("kind")) not in ("full", "delta"):
@@ -288,12 +288,12 @@ def record_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_of(document: Document) -> Manifest:
-    """Return what :func:`record_json` wrote; CorruptCheckpointError if it contradicts itself."""
+    """Return the manifest that :func:`record_json` wrote; CorruptCheckpointError if it contradicts itself."""
     fields = document.read(_RecordFields)
-    if not _GONE_FIELDS.isdisjoint(document.values):  # it would get another place
+    if not _GONE_FIELDS.isdisjoint(document.values):  # the checkpoint would get another place
         raise document.absent("supersedes")
     if fields.supersedes is not None and fields.supersedes.rows not in ("same", "fewer"):
-        found = f"a checkpoint with rows that are {fields.supersedes.rows!r} beside those of another"
+        found = f"a checkpoint with rows that are {fields.supersedes.rows!r} beside the rows of another"
         raise document.newer(found, KIND.version)
     if fields.kind == "delta" and (fields.parent is None or fields.chain is None):
         key = "parent" if fields.parent is None else "chain"
@@ -321,13 +321,13 @@ def _link_problems(fields: _RecordFields) -> Iterator[tuple[str, str, str]]:
     parent, chain = fields.parent, fields.chain
     if fields.kind != "delta":
         present = (key for key in ("parent", "chain") if getattr(fields, key) is not None)
-        yield from ((key, "one", "none of a full checkpoint") for key in present)
+        yield from ((key, "one", "no such field in a full checkpoint") for key in present)
     elif not chain or parent is None or chain[0] != Link(parent.ckpt_id, parent.save_id, parent.directory):
-        yield "chain", f"{len(chain or ())} links, the first not the parent", "the parent first"
+        yield "chain", f"{len(chain or ())} links, the first is not the parent", "the parent first"
     elif len(chain) >= MAX_LINKS:
-        yield "chain", f"{len(chain)} links below", f"at most {MAX_LINKS - 1}"
+        yield "chain", f"{len(chain)} links below it", f"at most {MAX_LINKS - 1}"
     elif fields.supersedes is not None and fields.supersedes.rows == "same":
-        yield "supersedes.rows", "same", "fewer, of a delta"
+        yield "supersedes.rows", "same", "fewer, in a delta"
 
 
 def content_of(document: Document, *, of_delta: bool) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _content_problems(fields: _ContentFields, *, of_delta: bool) -> Iterator[tup
             yield f"shards[{number}].buckets", shard.buckets, "[begin, end) within 0 to 65536"
         for table, (least, greatest) in (shard.ids or {}).items():
             if least > greatest:
-                yield f"shards[{number}].ids.{table}", [least, greatest], "[least, greatest], which are int64"
+                yield f"shards[{number}].ids.{table}", [least, greatest], "[least, greatest], both int64"
     for number, entry in enumerate(fields.tables):
         for key, found, expected in table_problems(entry, of_delta=of_delta):
             yield f"tables[{number}].{key}", found, expected
@@ -383,7 +383,7 @@ def _shard_problems(
     for number, shard in enumerate(shards):
         name = layout.catalog(number, len(shards))
         if shard.catalog != name or name not in files:
-            yield f"shards[{number}].catalog", shard.catalog, f"{name}, listed"
+            yield f"shards[{number}].catalog", shard.catalog, f"{name}, listed in files"
         for table in (shard.ids or {}).keys() - tables:
             yield f"shards[{number}].ids", f"a range of {table!r}", "tables that the manifest lists"
 

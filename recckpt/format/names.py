@@ -15,13 +15,13 @@ from recckpt.types import is_optimizer_slot
 GROUPS = ("sparse", "dense", "extra", "sparse_opt", "dense_opt", "io_state", "global_step")
 ID = "id"
 GLOBAL_STEP = "global_step"
-_POSITIONS = ("train_window_io", "eval_window_io", "train_epoch")  # objects that RecIS counts among its positions
-_END = translate("")[-2:]  # the end of the text, in the regular expressions of this Python
+_POSITIONS = ("train_window_io", "eval_window_io", "train_epoch")  # objects that RecIS treats as positions
+_END = translate("")[-2:]  # end of the text, as this Python writes it in regular expressions
 WILDCARD = re.compile(r"\*|\?|\[(?:!.|[^!])[^\]]*\]", re.DOTALL)
 
 
-class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks names up 50 times a table
-    """One thing that can be loaded.
+class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a tuple: loads look names up 50 times per table
+    """The name of one thing that can be loaded.
 
     ``text`` is ``table@slot``, ``parameter@optimizer`` in the group ``dense_opt``, or the name of a tensor or
     registered object.
@@ -41,7 +41,7 @@ class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks
 
     @cached_property
     def parameter(self) -> str:
-        """The parameter whose state in a dense optimizer this is; "" for everything else."""
+        """The parameter whose state in a dense optimizer this names; "" for everything else."""
         return self.text.rpartition("@")[0] if self.group == "dense_opt" else ""
 
     @property
@@ -64,11 +64,11 @@ class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks
 
     @property
     def is_of_training(self) -> bool:
-        """Whether only training needs this: it is optimizer state, a registered object, or a position in the data."""
+        """Whether only training needs this: optimizer state, a registered object, or a position in the data."""
         return self.group in ("sparse_opt", "dense_opt", "extra", "io_state")
 
     def is_in(self, group: str) -> bool:
-        """Return whether a group includes this. Dense optimizers and some positions are also registered objects."""
+        """Return whether a group has this name. Dense optimizers and some positions are also registered objects."""
         others = {"extra": self.group == "dense_opt", "io_state": self.is_position}
         return self.group == group or others.get(group, False)
 
@@ -113,7 +113,7 @@ class Pattern:
         regex = wildcard_regex(self.text)
         if name.is_slot and regex.fullmatch(name.table):
             return True
-        # All names of ids end in "id", but "user_*id" is not meant to match them.
+        # All names of ids end in "id", but "user_*id" must not match them.
         return (name.slot != ID or "@" in self.text) and bool(regex.fullmatch(name.text))
 
 
@@ -121,10 +121,10 @@ class Pattern:
 def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
     """Return a regular expression that matches as :mod:`fnmatch` does, with a group for each wildcard.
 
-    With ``lazy`` the first stars match as little as possible, else as much.
+    With ``lazy`` the first stars match as little as possible, otherwise as much.
     """
     run = "(.*?)" if lazy else "(.*)"
-    simple = {"*": run, "?": "(.)"}  # of [...] with an end before its begin, fnmatch makes what matches nothing
+    simple = {"*": run, "?": "(.)"}  # fnmatch makes of a [...] whose end is before its begin a pattern without matches
     groups = [simple.get(sign) or f"({translate(sign).removesuffix(_END)})" for sign in WILDCARD.findall(text)]
     names = [re.escape(piece) for piece in WILDCARD.split(text)]
     return re.compile("".join(map("".join, zip_longest(names, groups, fillvalue=""))), re.DOTALL)

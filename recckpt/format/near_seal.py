@@ -18,12 +18,12 @@ NEAR_JSON = "near.json"
 _PLACE = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _HOST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _NEAR = re.compile(r"([1-9]\d{0,17})\.([0-9a-f]{32})[./]([1-9]\d{0,17})", re.ASCII)
-MAX_BYTES = 64 << 20  # part of the format: as of a manifest
+MAX_BYTES = 64 << 20  # part of the format: as for a manifest
 KIND = FileKind("recckpt-near", 1, "near_xxh3", MAX_BYTES)  # part of the format
 
 
 def is_place(name: str) -> bool:
-    """Return whether a directory has the name of a place: the checksum of an output dir."""
+    """Return whether a directory has the name of a place, the checksum of an output dir."""
     return _PLACE.fullmatch(name) is not None
 
 
@@ -69,21 +69,21 @@ class NearList:
     is_void: bool = False
 
     def counts(self, name: str) -> bool:
-        """Return whether a near save is valid. Rule *epoch_rule*: saves sealed by an overtaken writer are not."""
+        """Return whether a near save is valid. Rule *epoch_rule*: saves sealed by an overtaken writer are invalid."""
         return self.is_of_run(name) and not self.is_void
 
     def is_of_run(self, name: str) -> bool:
-        """Return whether a writer of this output dir that the list knows made the near save (rule *run_identity*)."""
+        """Return whether a writer of this output dir, known to the list, made the near save (rule *run_identity*)."""
         return name in self.names or (self.by != "" and name.startswith(f"{self.by}."))
 
 
 @dataclass(frozen=True)
 class NearSeal:
-    """All that is known of a near save without opening its other files.
+    """All that readers know of a near save without opening its other files.
 
     Attributes:
         manifest: of a delta; its save id is the name of the near save.
-        place: 16 hex digits of the output dir that it belongs to.
+        place: 16 hex digits that identify its output dir.
         hosts: for each shard, the host that wrote it.
         copies: host -> the other hosts that have copies of the files it wrote.
     """
@@ -107,8 +107,8 @@ def encode(of: NearSeal) -> bytes:
 def decode(data: bytes, path: str) -> NearSeal:
     """Return the seal in ``data``, the bytes of the file ``path``.
 
-    Raises CorruptCheckpointError if it is not the complete seal of a delta, FormatVersionError if a newer format wrote
-    it.
+    Raises CorruptCheckpointError if ``data`` is not the complete seal of a delta, FormatVersionError if a newer
+    format wrote it.
     """
     document = KIND.open(data, path)
     world, manifest = document.read(_World, "world"), manifest_of(document)
@@ -119,7 +119,7 @@ def decode(data: bytes, path: str) -> NearSeal:
     if manifest.parent is None:
         raise document.wrong("kind", "full", "delta")
     if len(hosts) != len(manifest.shards):
-        raise document.wrong("world.hosts", len(hosts), f"one for each of {len(manifest.shards)} shards")
+        raise document.wrong("world.hosts", len(hosts), f"one host for each of {len(manifest.shards)} shards")
     if not set(hosts).issuperset((*copies, *(host for there in copies.values() for host in there))):
         raise document.wrong("world.copies", repr(copies), "hosts of world.hosts")
     return NearSeal(manifest, document.text("place"), hosts, copies)

@@ -27,8 +27,8 @@ Problem = tuple[str, object, object]  # a field, what was found there, and what 
 class Where(JsonRecord, frozen=True, rename={"minimum": "min", "n_ids": "ids"}):
     """Conditions that all saved rows meet; a list of ids is recorded as its length and checksum."""
 
-    minimum: Mapping[str, int | float]  # scalar slot -> the least value
-    sample: Annotated[float, Meta(ge=0, le=1)]  # share of all ids, by their hash
+    minimum: Mapping[str, int | float]  # scalar slot -> least value
+    sample: Annotated[float, Meta(ge=0, le=1)]  # share of all ids, chosen by their hash
     n_ids: Count | None = None  # None for all ids
     ids_xxh3: Checksum | None = None
 
@@ -42,15 +42,15 @@ class Where(JsonRecord, frozen=True, rename={"minimum": "min", "n_ids": "ids"}):
 @dataclass(frozen=True)
 class Narrowed:
     slot: str
-    dtype: str  # in the table
+    dtype: str  # dtype in the table
     error: Number = field(compare=False)  # largest rounding error
 
 
 @dataclass(frozen=True)
 class Reduced:
-    slots: tuple[str, ...]  # left out
+    slots: tuple[str, ...]  # slots that were left out
     where: Where | None  # condition of saved rows; None for all rows
-    rows: Count = field(compare=False)  # left out, over all shards
+    rows: Count = field(compare=False)  # number of rows left out, over all shards
     narrowed: tuple[Narrowed, ...]
 
     @property
@@ -59,7 +59,7 @@ class Reduced:
 
     @property
     def forgets_why(self) -> bool:
-        """Whether a table loaded from this lacks values that decide which rows are saved."""
+        """Whether a table that is loaded from this checkpoint lacks values that decide which rows are saved."""
         looked_at = set(self.where.minimum) if self.where else set[str]()
         return not looked_at.isdisjoint({*self.slots, *self.dtypes})
 
@@ -79,7 +79,7 @@ class Reduced:
         return replace(self.no_better(other), rows=self.rows + other.rows)
 
     def no_better(self, other: Reduced) -> Reduced:
-        """Return this record with each error raised to the other record's error, if that is larger."""
+        """Return this record with each error raised to the error in the other record, if that is larger."""
         errors = {each.slot: each.error for each in other.narrowed}
         worst = (replace(each, error=max(each.error, errors.get(each.slot, 0.0))) for each in self.narrowed)
         return replace(self, narrowed=tuple(worst))
@@ -92,7 +92,7 @@ def _number(value: int | float) -> str:
 def is_narrower(dtype: str, than: str) -> bool:
     """Return whether floating-point values of dtype ``than`` may be stored in ``dtype``.
 
-    float16 and bfloat16 have the same width, and neither holds all values of the other.
+    float16 and bfloat16 have the same width, and neither of them holds all values of the other.
     """
     return dtype in FLOATS and than in FLOATS and ITEM_BYTES[dtype] < ITEM_BYTES[than]
 
@@ -124,7 +124,7 @@ class DeltaRows(JsonRecord, frozen=True):
 
 
 class ClockDates(JsonRecord, frozen=True):
-    """The first and the last moment at which rows were dated by the clock, in seconds since 1970."""
+    """The first and the last date that the clock gave to rows, in seconds since 1970."""
 
     first: Number
     last: Number
@@ -137,7 +137,7 @@ class LiveLayout(JsonRecord, frozen=True):
     """The layout of a table in another library's memory: numbered places for rows."""
 
     n_rows: Count  # places for rows
-    # Ranges [begin, end) with a value each in slots; () where none has.
+    # Ranges [begin, end) of columns with one value each in slots; () without such slots.
     columns: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1)] = ()
 
 
@@ -145,13 +145,13 @@ class TableEntry(JsonRecord, frozen=True):
     """A table as it was saved: rows over all shards, and its slots; in a delta, also the rows of the delta."""
 
     name: str
-    rows: Count  # of the checkpoint, even in a delta
+    rows: Count  # rows of the checkpoint, even in a delta
     slots: tuple[SlotSpec, ...]
     delta: DeltaRows | None = None
-    reduced: Reduced | None = None  # what was left out; None if it was saved whole
+    reduced: Reduced | None = None  # what was left out; None if the whole table was saved
     evicted_to: Count | None = None  # step up to which rows were evicted; None without eviction by steps
-    clock: ClockDates | None = None  # of ``last_time``; None if the clock has dated no rows
-    live: LiveLayout | None = None  # of a table of another library
+    clock: ClockDates | None = None  # range of the clock's dates in ``last_time``; None if the clock has dated no rows
+    live: LiveLayout | None = None  # layout of a table of another library
 
     @property
     def row_bytes(self) -> int:
@@ -178,7 +178,7 @@ def table_problems(table: TableEntry, *, of_delta: bool) -> Iterator[Problem]:
     if len(set(names)) < len(names) or EMBEDDING not in names:
         yield "slots", names, "different names, one of them 'embedding'"
     if of_delta != (table.delta is not None):
-        where = "no such field in a full checkpoint" if table.delta else "one, in a delta"
+        where = "no such field in a full checkpoint" if table.delta else "this field, in a delta"
         yield "delta", "rows of a delta" if table.delta else "no such field", where
     if table.delta is not None:
         delta, n_rows = table.delta, table.rows
@@ -189,7 +189,7 @@ def table_problems(table: TableEntry, *, of_delta: bool) -> Iterator[Problem]:
     if table.reduced is not None:
         yield from _reduced_problems(table.reduced, {slot.name: slot.dtype for slot in table.slots})
     if table.clock is not None and table.clock.last < table.clock.first:
-        yield "clock.last", table.clock.last, f"at least first, which is {table.clock.first}"
+        yield "clock.last", table.clock.last, f"at least {table.clock.first}, as in clock.first"
     if table.live is not None:
         yield from _live_problems(table.live, table)
 
@@ -218,17 +218,17 @@ def _reduced_problems(reduced: Reduced, saved: Mapping[str, str]) -> Iterator[Pr
     if len(set(slots)) < len(slots):
         yield "reduced.narrowed", slots, "different slots"
     if where is None and reduced.rows:
-        yield "reduced.rows", reduced.rows, "0, where no row is left out"
+        yield "reduced.rows", reduced.rows, "0, because no row is left out"
     for slot, least in (where.minimum if where else {}).items():
         if abs(least) > sys.float_info.max:
             yield f"reduced.where.min.{slot}", least, "a number that a double can hold"
     if where is not None and (where.n_ids is None) != (where.ids_xxh3 is None):
-        yield "reduced.where.ids_xxh3", where.ids_xxh3, "a checksum of ids, where there are ids"
+        yield "reduced.where.ids_xxh3", where.ids_xxh3, "a checksum, if there are ids"
 
 
 def _live_problems(live: LiveLayout, table: TableEntry) -> Iterator[Problem]:
     if live.n_rows < table.rows:
-        yield "live.n_rows", live.n_rows, f"places for the {table.rows} rows at least"
+        yield "live.n_rows", live.n_rows, f"at least {table.rows}, the number of rows"
     borders = [0, *(end for _, end in live.columns)]
     [width] = (prod(slot.shape) for slot in table.slots if slot.name == EMBEDDING)
     is_whole = tuple(pairwise(borders)) == live.columns and sorted({*borders}) == borders and borders[-1] == width

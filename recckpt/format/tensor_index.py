@@ -20,14 +20,14 @@ from recckpt.format.tables import Problem
 
 _NATIVE = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
 _ONE_BYTE = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
-NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {  # those that numpy lacks come as bit patterns of their size
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {  # dtypes that numpy lacks are stored as bit patterns of the same size
     **{name: np.dtype(name).newbyteorder("<") for name in _NATIVE.split()},
     **{name: np.dtype("u1") for name in _ONE_BYTE.split()},
     "bfloat16": np.dtype("<u2"),
     "complex32": np.dtype("<u4"),
 }
 MAX_DIMS = 64
-STORAGES = {  # part of the format: torch's names for them in pickles; the storage of any other dtype is untyped
+STORAGES = {  # part of the format: torch's names of storages in pickles; a storage of any other dtype is untyped
     "float16": "HalfStorage",
     "bfloat16": "BFloat16Storage",
     "float32": "FloatStorage",
@@ -43,9 +43,9 @@ STORAGES = {  # part of the format: torch's names for them in pickles; the stora
 }
 MAX_BYTES = 1 << 30  # part of the format
 KIND = FileKind("recckpt-dense", 1, "", MAX_BYTES)  # part of the format
-ALIGNMENT = 64  # part of the format: where chunks begin
+ALIGNMENT = 64  # part of the format: alignment of chunks
 BLOCK_BYTES = 1 << 20  # bytes per checksum; smaller blocks read fewer unneeded bytes
-MODEL, EXTRA = "model", "extra"  # part of the format: whose tensor it is
+MODEL, EXTRA = "model", "extra"  # part of the format: whether a tensor is of the model or of a registered object
 
 
 def widened(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -54,7 +54,7 @@ def widened(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class TensorChunk(JsonRecord, frozen=True):
-    """A box of a tensor, stored contiguously in a file from byte ``at`` on; fields as in docs/format.md."""
+    """A box of a tensor, stored contiguously in a file from byte ``at`` on; for the fields see docs/format.md."""
 
     of: str
     name: str
@@ -85,7 +85,7 @@ def block_checksums(data: memoryview) -> tuple[int, ...]:
 
 
 def encode(index: TensorIndex) -> bytes:
-    """Return the bytes of the file; ValueError names a tensor whose name JSON cannot encode."""
+    """Return the bytes of the file; ValueError if a name of a tensor cannot be encoded, with this name."""
     for name in (chunk.name for chunk in index.chunks if not layout.is_encodable(chunk.name)):
         raise ValueError(f"tensor {name!r}: expected a name encodable as UTF-8; rename it")
     shard, chunks = (index.save_id, index.shard, index.shards), (json.dumps(plain(chunk)) for chunk in index.chunks)
@@ -133,11 +133,11 @@ def _box_problems(chunk: TensorChunk, block_bytes: int) -> Iterator[Problem]:
 def _place_problems(
     chunk: TensorChunk, last: TensorChunk | None, files: Collection[str], manifest: Manifest
 ) -> Iterator[Problem]:
-    """Yield why a chunk does not lie in a file of its shard, after the last one there or in the same bytes."""
+    """Yield problems if a chunk is not in a file of its shard after the last chunk, nor in the same bytes as that."""
     listed = manifest.file(chunk.file) if chunk.file in files else None
     if listed is None:
         yield "file", repr(chunk.file), f"{' or '.join(files)}, which the manifest lists"
-    elif last is None or (chunk.at, chunk.n_bytes, chunk.xxh3) != (last.at, last.n_bytes, last.xxh3):  # not tied
+    elif last is None or (chunk.at, chunk.n_bytes, chunk.xxh3) != (last.at, last.n_bytes, last.xxh3):  # not tied to it
         low = last.at + last.n_bytes if last else 0
         if chunk.at % ALIGNMENT or not low <= chunk.at <= chunk.at + chunk.n_bytes <= listed.n_bytes:
             expected = f"a multiple of {ALIGNMENT}, from byte {low} to {listed.n_bytes} of {chunk.file}"
