@@ -44,14 +44,13 @@ _STEP_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ShardRecord:
-    save_id: str  # of the attempt
+    save_id: str  # save id of the attempt
     shard: ShardEntry
     files: tuple[FileEntry, ...]
 
 
 class ShardWriter:
-    """Writes the files of one shard. They become part of the checkpoint only when :meth:`record` has written the
-    catalog.
+    """Writes the files of one shard. They become part of the checkpoint once :meth:`record` writes the catalog.
 
     ``files`` creates files that are transferred to the storage later. With None, files are created in the storage
     itself, and the catalog is read back.
@@ -106,7 +105,7 @@ class ShardWriter:
 
     def tensors(self, state: Mapping[str, Any] | None, chunks: Sequence[OwnChunk] = ()) -> None:
         """Write the state of the model (None if another shard writes it), and this shard's own chunks."""
-        from recckpt.dense.saver import save_tensors  # torch, which rows do without
+        from recckpt.dense.saver import save_tensors  # imports torch, which rows do not need
 
         to, directory, save_id = self._to, self.directory, self._save_id
         self._files += save_tensors(state, chunks, to, directory, save_id=save_id, shard=self.number, shards=self.count)
@@ -160,7 +159,7 @@ class Attempt:
         overwrite: bool = False,
         base: str | None = None,
     ) -> Attempt:
-        """Begin an attempt that will be committed; errors as of :func:`recckpt.output_dir.commit.begin`."""
+        """Begin an attempt that will be committed; same errors as :func:`recckpt.output_dir.commit.begin`."""
         intent, seq = begin(storage, fence, ckpt_id, step=step, overwrite=overwrite, base=base)
         return cls(storage, intent, seq)
 
@@ -189,7 +188,7 @@ class Attempt:
         return entry
 
     def commit(self, fence: Fence, record: Manifest, visible: RetryPolicy = VISIBLE) -> Manifest:
-        """Commit the written files; errors as of :func:`recckpt.output_dir.commit.commit`."""
+        """Commit the written files; same errors as :func:`recckpt.output_dir.commit.commit`."""
         return commit(self.storage, fence, self.directory, record, visible)
 
     def offer(self, of: Checkpoint, content: Content) -> None:
@@ -219,7 +218,7 @@ class Attempt:
         try:
             yield
         except (WriterFencedError, CommitNotDurableError):
-            raise  # the new owner decides about the directory, or it has a checkpoint
+            raise  # the new owner decides about the directory, or already has a checkpoint in it
         except BaseException as error:
             if is_idle(error):
                 rotation.abandon(self.storage, self.directory)

@@ -63,8 +63,7 @@ class OpenLink:
         return [self._by_shard[number] for number in numbers]
 
     def reader(self, table: str, slots: Sequence[str], ids: IdSet | None = None) -> TableReader:
-        """Return the reader of a table in this link only; with ids, the reader covers only shards that may have some
-        of the ids.
+        """Return the reader of a table in this link; with ``ids``, only of shards that may have some of the ids.
 
         Raises CorruptCheckpointError if a catalog is damaged, or if the table is missing although newer links need
         it.
@@ -176,8 +175,7 @@ class OpenChain:
         return OpenChain(self.storage, self.checkpoint, self.links[:count], self.files)
 
     def table(self, name: str, slots: Sequence[str], ids: Int64s | None = None) -> ChainTable:
-        """Return the reader of a table. Its rows are merged from the newest link down to a link that has the whole
-        table.
+        """Return the reader of a table. Rows are merged from the newest link down to a link with the whole table.
 
         With ``ids`` (sorted, unique), only shards that may have some of the ids are opened. Raises
         CorruptCheckpointError if a catalog is damaged, or if a link lacks the table or has it with other slots.
@@ -189,7 +187,7 @@ class OpenChain:
         return ChainTable(down_to_whole(link.reader(name, slots, sought) for link in self.links))
 
     def table_with(self, name: str, columns: Collection[str] | None, ids: Int64s | None = None) -> ChainTable:
-        """As :meth:`table`, with the slots in ``columns`` or all slots; KeyError if a slot does not exist.
+        """Like :meth:`table`, with the slots in ``columns`` or all slots; KeyError if a slot does not exist.
 
         Raises TypeError if ``columns`` is a single name.
         """
@@ -216,8 +214,7 @@ class OpenChain:
     def batches(
         self, slices: Collection[Slice | None], known: str = "", unknown: Collection[str] = ()
     ) -> tuple[Sequence[LinkBatches], Collection[str]]:
-        """Open the files that may have rows or deletes of these slices. Return the batches that a load reads, newest
-        link first.
+        """Open the files with rows or deletes of these slices; return the batches that a load reads, newest link first.
 
         ``known`` is the save id of the newest link whose rows the model already has, except in ``unknown`` tables; ""
         for none. Also returns the tables that continue from the known link.

@@ -1,4 +1,4 @@
-"""Reads a compacted checkpoint from disk before a superseded one is removed: so far only cached pages were checked."""
+"""Reads a compacted checkpoint from disk before a superseded one is removed: checks so far read cached pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def remove_checked(storage: Storage, fence: Fence, going: Sequence[Checkpoint], 
         if problem is None:
             continue
         at = compacted.directory
-        log.error("%s/%s is damaged and removed; what it was to replace stays: %s", storage.url, at, problem)
+        log.error("%s/%s is damaged and removed; the superseded checkpoint stays: %s", storage.url, at, problem)
         fence.remove([compacted], concurrency)
         fence.look_again()  # deltas based on it are now read through the delta
         kept = {link.directory for c in fence.listing.committed if _supersedes(compacted, c) for link in c.links}

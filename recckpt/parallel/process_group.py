@@ -219,7 +219,7 @@ def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     if (rank, n_ranks) != (shard_id, shard_num):
         raise ValueError(
-            f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {rank} of {n_ranks}"
+            f"shard_id={shard_id}, shard_num={shard_num} do not match this process: it is rank {rank} of {n_ranks}"
         )
     return ProcessGroup(timeout_sec)
 

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Attendance:
-    """A list of the ranks that have come, in a store that all ranks share; its keys begin with ``prefix``."""
+    """The ranks that have reported so far, in a store that all ranks share; its keys begin with ``prefix``."""
 
     def __init__(self, store: Store, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size, self._prefix = store, rank, size, prefix
@@ -30,11 +30,11 @@ class Attendance:
         self._store.set(f"{self._prefix}here/{self._rank}", "1")
 
     def all_here(self) -> bool:
-        """Say whether all ranks have come; needs one request."""
+        """Return whether all ranks have reported; needs one request."""
         return self._store.check([f"{self._prefix}here/{rank}" for rank in range(self._size)])
 
     def missing(self, ranks: range | None = None) -> list[int]:
-        """Return the ranks that have not come, by binary search: few requests if few ranks are missing."""
+        """Return the ranks that have not reported, by binary search: few requests if few ranks are missing."""
         ranks = range(self._size) if ranks is None else ranks
         if self._store.check([f"{self._prefix}here/{rank}" for rank in ranks]):
             return []

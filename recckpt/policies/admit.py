@@ -16,7 +16,7 @@ from recckpt.types import count_of, positive_int, positive_number
 
 CELLS = 256  # cells per block; each cell is one byte, and one byte is enough to address a cell
 MAX_BLOOM_COUNT = 255
-_MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # per id; per bucket
+_MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # hashes per id; blocks per bucket
 _MAX_CELLS = N_BUCKETS * _MAX_BLOCKS * CELLS  # also the greatest capacity: at one id per cell, the error is above 0.5
 _MIN_ERROR = 1e-4
 Int64s = npt.NDArray[np.int64]

@@ -28,8 +28,8 @@ class Deltas:
         full_every: number of deltas after a full checkpoint, before the next full checkpoint.
         max_chain_bytes: limit for the bytes of the deltas, as a multiple of the bytes of the full checkpoint.
         max_dirty: greatest share of changed rows for a delta; if more rows have changed, the save is full.
-        compact: whether a chain that reaches these limits is compacted in the background while training goes on. With
-            it, a save is full only after the chain has reached twice the limits.
+        compact: whether a chain that reaches these limits is compacted in the background while training continues. If
+            so, a save is full only after the chain has reached twice the limits.
 
     Raises:
         ValueError: an argument is invalid.
@@ -62,7 +62,7 @@ class Deltas:
         if n_rows == 0:
             return "there are no rows"
         if n_changed > self.max_dirty * n_rows:
-            return f"{n_changed} of {n_rows} rows have changed, more than the part {self.max_dirty} (max_dirty)"
+            return f"{n_changed} of {n_rows} rows have changed, more than a share of {self.max_dirty} (max_dirty)"
         return self._why_too_long(chain, _PATIENCE if self.compact else 1)
 
     def why_compact(self, chain: Chain) -> str | None:
@@ -72,10 +72,10 @@ class Deltas:
     def _why_too_long(self, chain: Chain, times: int) -> str | None:
         n_deltas, factor = min(times * self.full_every, MAX_DELTAS), times * self.max_chain_bytes
         if chain.n_deltas >= n_deltas:
-            return f"{chain.n_deltas} deltas since the last full one, the most is {n_deltas} (full_every)"
+            return f"{chain.n_deltas} deltas since the last full checkpoint, the limit is {n_deltas} (full_every)"
         if chain.delta_bytes > factor * chain.full_bytes:
-            sizes = f"{chain.delta_bytes} bytes of deltas on {chain.full_bytes} of the full one"
-            return f"{sizes}, the most is {factor} times as many (max_chain_bytes)"
+            sizes = f"{chain.delta_bytes} bytes of deltas, {chain.full_bytes} of the full checkpoint"
+            return f"{sizes}, the limit is {factor} times that (max_chain_bytes)"
         return None
 
 

@@ -19,7 +19,7 @@ COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the f
 EVENT_TIME = "event_time"  # part of the format: key in the state of a manifest, the present time of the data
 NORM = "|embedding|"  # a computed column, not a slot: the L2 norm of each embedding
 _DAY_SEC = 86_400
-_SPEEDUPS = ((7, 4), (6, 2))  # sixteenths of the room that are in use -> speed-up; beyond 8 a pass looks at all rows
+_SPEEDUPS = ((7, 4), (6, 2))  # used sixteenths of the room -> speed-up; from 8 on, a pass looks at all rows
 _MAX_DAYS = MAX_EXACT_COUNT // _DAY_SEC
 
 
@@ -209,7 +209,7 @@ class Capacity:
         return self.n - int(self.n * self.room)
 
     def is_crowded(self, n_rows: int) -> bool:
-        """Internal: say whether a pass must begin now, because half of the room is used."""
+        """Internal: return whether a pass must begin now, because half of the room is used."""
         return 2 * n_rows > self.target + self.n
 
     def pace(self, n_rows: int) -> int:
@@ -248,5 +248,5 @@ def least_count(policies: Iterable[Any]) -> int:
 
 
 def is_evict(policy: Any) -> bool:
-    """Say whether this is a policy that decides on single rows."""
+    """Return whether this is a policy that decides on single rows."""
     return isinstance(policy, Evict) and not isinstance(policy, type)

@@ -68,7 +68,7 @@ def is_keep(value: Any) -> TypeGuard[Keep]:
 
 @dataclass(frozen=True)
 class Best(KeepOperators):
-    """Keeps the ``k`` best checkpoints by one or several metrics that the save got; of equal ones, the newer.
+    """Keeps the ``k`` best checkpoints by one or several metrics passed to the save; of equal ones, the newer.
 
     Checkpoints without a metric, or with a value that is not finite, are not kept.
 
@@ -157,7 +157,7 @@ def best_in(keep: object) -> Best:
         )
     if not best:
         raise ValueError(
-            f"found max_keep={keep!r}, which does not say what is best: pass one that does to the saver, such as "
+            f"found max_keep={keep!r}, which has no Best: pass the saver a policy with one, such as "
             "Newest(3) | Best(1, 'auc'), or pass the step"
         )
     return best[0]

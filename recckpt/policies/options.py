@@ -88,7 +88,7 @@ def _pairs(what: str, value: Any) -> list[tuple[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
-        raise TypeError(f"Choose: {what} must be a dict, name or pattern -> what is said of it, found {value!r:.200}")
+        raise TypeError(f"Choose: {what} must be a dict, name or pattern -> its setting, found {value!r:.200}")
     return list(value.items())
 
 

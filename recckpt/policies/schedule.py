@@ -56,7 +56,7 @@ class Trigger:
         self.last = self._seen(now)
 
     def is_due(self, now: Moment, agreed: Agreed) -> bool:
-        """Say whether a save is due, the same on all ranks; changes nothing."""
+        """Return whether a save is due, the same on all ranks; changes nothing."""
         ask = partial(self._when.due, now, self._seen(now))
         return ask() if self._when.same_on_all_ranks else agreed(ask)
 
@@ -104,7 +104,7 @@ class Schedule:
         return None
 
     def would_save(self, now: Moment, agreed: Agreed) -> bool:
-        """Say whether a save of either kind is due; changes nothing."""
+        """Return whether a save of either kind is due; changes nothing."""
         return any(trigger.is_due(now, agreed) for trigger in self._triggers.values())
 
     def admit(self, due: Kind | None, is_running: Callable[[], bool]) -> Kind | None:

@@ -45,7 +45,7 @@ class When(Protocol):
         """Whether the answer depends on counts alone, so that all ranks have the same answer without communication."""
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Say whether to save; pure.
+        """Return whether to save; pure.
 
         Args:
             now: the moment after a step, a window or an epoch.
