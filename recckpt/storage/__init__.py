@@ -58,7 +58,7 @@ def open_storage(url: str) -> Storage:
     _check_url(url)
     if _is_local(url):
         return LocalStorage(url.split("://", 1)[-1])
-    # fsspec takes as long to import as a small look-up
+    # Importing fsspec takes as long as a small look-up.
     from fsspec import AbstractFileSystem
 
     from recckpt.storage.file_server import FileServer
@@ -68,20 +68,20 @@ def open_storage(url: str) -> Storage:
     protocol, separator, path = url.partition("://")
     url = f"{protocol}{separator}{path.rstrip('/')}"
     fs, root = connect(url)
-    # fsspec's default puts a small file by opening, writing and closing it: that is no one request.
+    # By default, fsspec puts a small file by opening, writing and closing it, which is not one request.
     has_own_put = getattr(fs.pipe_file, "__func__", None) is not AbstractFileSystem.pipe_file
     return (ObjectStorage if has_own_put else FileServer)(url, fs, root)
 
 
 def _check_url(url: object) -> None:
     if not isinstance(url, str) or not url:
-        raise ValueError(f"an output dir is a path or URL, found {url!r}")
+        raise ValueError(f"an output dir must be a path or URL, found {url!r}")
     if "\0" in url:
-        raise ValueError(f"an output dir is a path or URL, which has no NUL in it, found {url!r}")
+        raise ValueError(f"an output dir must be a path or URL without NUL characters, found {url!r}")
     try:
         os.fsencode(url)
     except UnicodeEncodeError:
-        raise ValueError(f"an output dir is a path or URL of characters that UTF-8 has, found {url!r}") from None
+        raise ValueError(f"an output dir must be a path or URL encodable as UTF-8, found {url!r}") from None
     if url.startswith("~") and os.path.expanduser(url).startswith("~"):  # noqa: PTH111  # pathlib raises RuntimeError
         raise ValueError(
             f"{url!r} begins with the home directory of a user unknown here; name a directory by its absolute path"
@@ -103,7 +103,7 @@ def _schemes() -> frozenset[str]:
 
 
 def absolute(path: str) -> str:
-    """Return a path or URL that does not depend on the working directory; ValueError as of :func:`open_storage`."""
+    """Return a path or URL that does not depend on the working directory; ValueError as for :func:`open_storage`."""
     _check_url(path)
     return str(_on_this_host(path)) if _is_local(path) else path
 
@@ -136,9 +136,9 @@ def new_file(path: str) -> Iterator[Sink]:
         try:
             created = storage.create(name)
         except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, "there is no directory to write it to", path) from error
+            raise FileNotFoundError(errno.ENOENT, "the directory of this file does not exist", path) from error
         with created as sink:
             yield sink
     except FileExistsError as error:
-        problem = "it exists, expected a new file: remove it, or write to another name"
+        problem = "this file exists, expected a new one: remove it, or write to another name"
         raise FileExistsError(errno.EEXIST, problem, path) from error

@@ -38,8 +38,8 @@ class NotPlainError(OSError):
 
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # raised for a file that does not exist
-NOT_READABLE = (*ABSENT, NotPlainError)  # or for something that must not be read
-_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # of a block that is broken, or has another checksum
+NOT_READABLE = (*ABSENT, NotPlainError)  # raised also for something that must not be read
+_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # for a broken block, or a block with another checksum
 
 
 def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
@@ -68,7 +68,7 @@ def refused(found: str, path: str) -> NotPlainError:
         error = NotPlainError(errno.EINVAL, f"found {found}, expected a plain file; recckpt does not open it", path)
         error.found = f"{found}, not a plain file"
         return error
-    remedy = "recckpt does not follow links inside an output dir: what was moved away, move it back"
+    remedy = "recckpt does not follow links inside an output dir: move the target back to this place"
     error = NotPlainError(errno.ELOOP, f"found {found}, expected no link; {remedy}", path)
     error.found, error.remedy = f"unsafe path: {found}", remedy
     return error
@@ -84,7 +84,7 @@ class Sink(ABC):
     there is no file.
 
     Attributes:
-        n_bytes: how much was written.
+        n_bytes: number of bytes written.
     """
 
     n_bytes: int = 0
@@ -152,10 +152,10 @@ class Files(Protocol):
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Return the bytes of a file; errors as of :meth:`open`."""
+        """Return the number of bytes of a file; errors as for :meth:`open`."""
 
     def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        """Return at most ``max_bytes`` of a file, from ``begin`` on; object stores do it in one request."""
+        """Return at most ``max_bytes`` of a file, from ``begin`` on; object stores need one request for this."""
         with self.open(name) as file:
             file.seek(begin)
             return file.read(max_bytes)
@@ -202,7 +202,7 @@ class Storage(Files, NewFiles, ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the root if possible; raise OSError if files cannot be written to it."""
+        """Make the root if possible; raise OSError if files cannot be written there."""
 
     def check_there(self) -> None:  # in many storages the root exists only through its files
         """Raise FileNotFoundError if the root is gone."""
@@ -212,7 +212,7 @@ class Storage(Files, NewFiles, ABC):
 
     @contextmanager
     def giving_up_after(self, seconds: float) -> Iterator[None]:
-        """As :meth:`give_up_after`, only within the ``with`` block."""
+        """Like :meth:`give_up_after`, but only within the ``with`` block."""
         yield
 
     @abstractmethod
@@ -300,7 +300,7 @@ class SinkFile(io.RawIOBase):
 
 
 class HashingSink(SinkFile):
-    """A file object over a sink, with the checksum of what was written."""
+    """A file object over a sink, with the checksum of the written bytes."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__(sink)

@@ -74,7 +74,7 @@ class FileServer(ObjectStorage):
         """Reconnect if the server no longer answers over this connection."""
         try:
             self.fs.info(self._root)
-        except FileNotFoundError:  # an answer
+        except FileNotFoundError:  # the server has answered
             return
         except Exception:
             with suppress(OSError):  # then the next attempt tries this again
@@ -85,8 +85,8 @@ class FileServer(ObjectStorage):
     def _keep(self, fs: Any) -> None:
         """Use a connection from now on, and close it with this storage."""
         self._fs = fs
-        # SSH is to send each request at once, which waits for an answer anyway: Nagle's algorithm adds 40 ms to each.
-        with suppress(AttributeError):  # no SSH, or over a proxy command, which is not a socket
+        # Nagle's algorithm would delay each SSH request by 40 ms, although the next request waits for an answer anyway.
+        with suppress(AttributeError):  # not SSH, or over a proxy command, which is not a socket
             fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._end = finalize(self, _disconnect, fs)
 
@@ -110,8 +110,8 @@ class FileServer(ObjectStorage):
             return file.read(end - begin)
 
     def _open(self, name: str) -> BinaryIO:
-        if self._fs.info(self._path(name))["type"] == "directory":  # which some servers open
-            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
+        if self._fs.info(self._path(name))["type"] == "directory":  # some servers open directories
+            raise FileNotFoundError(errno.ENOENT, "found a directory, expected a file", self.url_of(name))
         return super()._open(name)
 
     def listed_by_dir(self) -> None: ...
@@ -124,7 +124,7 @@ class FileServer(ObjectStorage):
         below: dict[str, dict[str, Any]] = {}
         with suppress(FileNotFoundError):  # removed meanwhile
             for entry in self._fs.ls(top, detail=True):
-                if entry["name"].rstrip("/") != top:  # as some list a file
+                if entry["name"].rstrip("/") != top:  # some servers list a file below itself
                     below[entry["name"]] = entry
                     if entry["type"] == "directory":
                         below |= self._entries_below(entry["name"])
@@ -136,7 +136,7 @@ class FileServer(ObjectStorage):
             self._fs.pipe_file(beside, data)
             self._fs.mv(beside, path)
         except BaseException:
-            with suppress(Exception):  # the error that led here is the one to report
+            with suppress(Exception):  # the original error is the one to report
                 self._fs.rm_file(beside)
             raise
 
@@ -156,7 +156,7 @@ class _NewFile(Draft):
         return len(view)
 
     def seal(self) -> None:
-        """Write all of it under the temporary name; fsspec cannot make it durable."""
+        """Write the whole file under the temporary name; fsspec cannot make it durable."""
         file, self._file = self._file, None
         self._retries.call("closing", file.close, again=False)
         size = int(self._retries.call("checking", lambda: self._storage.fs.info(self._beside))["size"])
@@ -170,9 +170,9 @@ class _NewFile(Draft):
 
     def discard(self) -> None:
         file, self._file = self._file, None
-        with suppress(Exception):  # the error that led here is the one to report
+        with suppress(Exception):  # the original error is the one to report
             self._retries.call("closing", file.close, again=False)
-        with suppress(Exception):  # it is renamed, or nobody looks for it
+        with suppress(Exception):  # the file was renamed already, or is ignored
             self._retries.call("removing", lambda: self._storage.fs.rm_file(self._beside), again=False)
 
     def _open(self) -> Any:
@@ -184,5 +184,5 @@ class _NewFile(Draft):
 
 
 def _disconnect(fs: Any) -> None:
-    with suppress(Exception):  # no SSH, or it has ended
+    with suppress(Exception):  # not SSH, or already closed
         fs.client.get_transport().close()

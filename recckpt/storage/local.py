@@ -35,7 +35,7 @@ class LocalStorage(Storage):
 
     def prepare(self) -> None:
         if self._root.exists() and not self._root.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "there is a file: name a directory, or a new place", self.url)
+            raise NotADirectoryError(errno.ENOTDIR, "this is a file: name a directory, or a new path", self.url)
         with doing("making a directory", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
         probe = layout.probe()
@@ -46,7 +46,7 @@ class LocalStorage(Storage):
 
     def check_there(self) -> None:
         if not _is_dir(self._root):
-            gone = "the directory is gone: it was removed, renamed or unmounted; saves go on once it is there again"
+            gone = "the directory is gone: it was removed, renamed or unmounted; saves continue once it is back"
             raise FileNotFoundError(errno.ENOENT, gone, self.url)
 
     def make_dir(self, name: str) -> None:
@@ -59,7 +59,7 @@ class LocalStorage(Storage):
     def create(self, name: str) -> Sink:
         path = self._new(name)
         if not _is_dir(path.parent):
-            self.check_there()  # or files would go to where a file system was mounted, and is not any more
+            self.check_there()  # otherwise files would go to the mount point of an unmounted file system
             _make_dirs(path.parent)
         return LocalSink(path)
 
@@ -140,7 +140,7 @@ class LocalStorage(Storage):
             except (FileNotFoundError, NotADirectoryError):
                 return []
             names = [e.name for e in entries if e.is_dir(follow_symlinks=False) or self._is_checkpoint_elsewhere(e)]
-        return sorted(name for name in names if name != "lost+found")  # of the file system; root alone may look inside
+        return sorted(name for name in names if name != "lost+found")  # of the file system; only root may look inside
 
     def _is_checkpoint_elsewhere(self, entry: os.DirEntry[str]) -> bool:
         """Return whether an entry is a link out of the root to a former checkpoint, or to nothing."""
@@ -156,7 +156,7 @@ class LocalStorage(Storage):
         with doing("listing", self._root / directory):
             top = str(real_directory(self._root, directory))
             for base, dirs, names in os.walk(top, followlinks=False, onerror=_unless_missing):
-                inside = base[len(top) :].strip("/")  # by hand: a save asks for lists all the time
+                inside = base[len(top) :].strip("/")  # without os.path, because a save lists often
                 links = [name for name in dirs if Path(base, name).is_symlink()]
                 names_below += [f"{inside}/{name}" if inside else name for name in (*names, *links)]
         return sorted(names_below)

@@ -57,7 +57,7 @@ def check_owner(path: Path, remedy: str, *, may_be_of_root: bool = False) -> Non
 
 
 def new_place(root: Path, name: str) -> Path:
-    """Return the path of a file to make or remove; NotPlainError if a directory of it is a link."""
+    """Return the path of a file to make or remove; NotPlainError if one of its directories is a link."""
     parent, _, last = name.rpartition("/")
     return real_directory(root, parent) / last
 
@@ -123,7 +123,7 @@ def map_file(descriptor: int, path: str) -> memoryview:
 
 def drop_pages(mapped: memoryview) -> None:
     """Release the memory of a memory map, except pages that it does not cover completely."""
-    import numpy as np  # which takes its time: a writer process does without
+    import numpy as np  # a slow import that writer processes do not need
 
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     first, end = -(-address // mmap.PAGESIZE), (address + len(mapped)) // mmap.PAGESIZE
@@ -167,7 +167,7 @@ class LocalSink(Sink):
         fd, self._fd = self._fd, -1
         with doing("syncing", self._path):
             try:
-                os.fsync(fd)  # once: after a failure the kernel reports the lost pages as clean
+                os.fsync(fd)  # only once: after a failure the kernel reports the lost pages as clean
                 size = os.fstat(fd).st_size
             finally:
                 os.close(fd)
@@ -177,15 +177,15 @@ class LocalSink(Sink):
 
     def discard(self) -> None:
         fd, self._fd = self._fd, -1
-        with suppress(OSError):  # the error that led here is the one to report
+        with suppress(OSError):  # the original error is the one to report
             if fd >= 0:
                 os.close(fd)
-        with suppress(OSError):  # a leftover has no manifest
+        with suppress(OSError):  # a leftover is harmless, because it has no manifest
             self._path.unlink()
 
 
 class LocalDraft(LocalSink, Draft):
-    """A synced temporary file that is renamed over the older one."""
+    """A synced temporary file that is renamed over the older file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path.with_name(layout.temporary(path.name)))

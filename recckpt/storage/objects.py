@@ -31,9 +31,9 @@ from recckpt.storage.upload import Put, Upload
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
-_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "created")  # names in the backends
+_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "created")  # keys of the backends
 _READ_AHEAD_BYTES = 4 << 20
-_PREPARE_SEC = 60.0  # a wrong address is better known soon
+_PREPARE_SEC = 60.0  # short, to report a wrong address soon
 
 
 class ObjectStorage(Storage):
@@ -55,7 +55,7 @@ class ObjectStorage(Storage):
         self.is_reached = False
         protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
         self._is_s3 = "s3" in protocols
-        if self._is_s3:  # its attempts, and botocore's within each of them, would multiply with ours
+        if self._is_s3:  # attempts of s3fs and botocore would multiply ours
             self._fs.retries = 1
             self._fs.config_kwargs.setdefault("retries", {"total_max_attempts": 1})
 
@@ -73,7 +73,7 @@ class ObjectStorage(Storage):
 
     def prepare(self) -> None:
         """Check that objects can be written and removed; warn if a second writer can overwrite a new one."""
-        self.is_reached = True  # take the address for right: a server that starts together with a job gets its minute
+        self.is_reached = True  # assume a right address: a server that starts together with a job gets a minute
         probe = layout.probe()
         with self.giving_up_after(_PREPARE_SEC):
             self._is_conditional = self._takes_conditions(probe)
@@ -97,13 +97,13 @@ class ObjectStorage(Storage):
     def size(self, name: str) -> int:
         info = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
         if info["type"] != "file":
-            raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self.url_of(name))
+            raise FileNotFoundError(errno.ENOENT, "looking up failed: found a directory, no file", self.url_of(name))
         return int(info["size"])
 
     def drop_cached(self, name: str) -> bool:
-        drop = getattr(self._fs, "pop_from_cache", None)  # of fsspec's caches on this host, such as filecache::
+        drop = getattr(self._fs, "pop_from_cache", None)  # method of fsspec's caches on this host, such as filecache::
         if drop is not None:
-            with suppress(Exception):  # it is not there
+            with suppress(Exception):  # the file is not cached
                 drop(self._path(name))
         return True
 
@@ -163,7 +163,7 @@ class ObjectStorage(Storage):
         """Raise OSError if objects are left; a prefix vanishes with its last object."""
         left = self.list_files(name)
         if left:
-            raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self.url_of(name))
+            raise OSError(errno.ENOTEMPTY, f"removing failed: found {left[0]} in it", self.url_of(name))
 
     def _retries(self, name: str) -> Retries:
         return Retries(self.policy, self.url_of(name), self.count_retry, self._attempt)
@@ -198,10 +198,10 @@ class ObjectStorage(Storage):
             if status_of(error) == 416:  # an empty file has no ranges
                 return b""
             raise
-        return data if len(data) <= end - begin else data[begin:end]  # of a server that knows no ranges
+        return data if len(data) <= end - begin else data[begin:end]  # the server ignores ranges
 
     def _modified(self, name: str) -> float | None:
-        with suppress(NotImplementedError):  # by its backend
+        with suppress(NotImplementedError):  # the backend has no such method
             return float(self._fs.modified(self._path(name)).timestamp())
         return None
 
@@ -219,22 +219,22 @@ class ObjectStorage(Storage):
             try:
                 return ask()
             except (RuntimeError, KeyError) as error:
-                if isinstance(self._fs, MemoryFileSystem):  # another thread has written to its dict, or removed
+                if isinstance(self._fs, MemoryFileSystem):  # another thread has changed its dict
                     raise TryAgainError(str(error)) from error
                 raise
 
         return self._call("listing", directory, look)
 
     def _upload(self, name: str, put: Put, *, replaces: bool) -> Upload:
-        in_one = isinstance(self._fs, MemoryFileSystem)  # a file of it is published when it is opened
+        in_one = isinstance(self._fs, MemoryFileSystem)  # this backend publishes a file when it opens the file
         path, retries = self._path(name), self._retries(name)
         return Upload(self._fs, path, retries, put, in_one=in_one, repeats=self._is_s3, replaces=replaces)
 
     def _open(self, name: str) -> BinaryIO:
         file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
         if (getattr(file, "details", None) or {}).get("type") == "directory":
-            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
-        if isinstance(file, MemoryFile):  # one object for all readers, which would share its position
+            raise FileNotFoundError(errno.ENOENT, "found a directory, expected a file", self.url_of(name))
+        if isinstance(file, MemoryFile):  # one object with one position for all readers
             file = BytesIO(file.getvalue())
         return cast(BinaryIO, file)
 
@@ -248,7 +248,7 @@ class ObjectStorage(Storage):
         except FileExistsError:
             return True
         except OSError as error:
-            if error.errno != errno.ENOSYS:  # what it does not know it need not ignore
+            if error.errno != errno.ENOSYS:  # a store without conditional puts may refuse them
                 raise
         return False
 
@@ -268,13 +268,13 @@ class ObjectStorage(Storage):
         except Exception as error:
             if doubt is None or is_conflict(doubt) or is_transient(error):
                 raise
-            raise doubt from error  # which says more: the answer to a look-up has no text
+            raise doubt from error  # the first error says more: a look-up answers without text
         if content == data:
             return
         if content is not None:
             raise FileExistsError(errno.EEXIST, "exists already", self.url_of(name)) from doubt
         if doubt is None or is_conflict(doubt):
-            raise TryAgainError(errno.EAGAIN, "what was put is not there") from doubt
+            raise TryAgainError(errno.EAGAIN, "the object that was put is missing") from doubt
         raise doubt
 
     def _write(self, path: str, data: bytes, **mode: str) -> None:

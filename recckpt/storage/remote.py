@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _EXTRAS |= {"sftp": "sftp", "ssh": "sftp"}
-_NO_LISTINGS = frozenset({"sftp", "ssh"})  # keep none, and would pass an option about them on to SSH
+_NO_LISTINGS = frozenset({"sftp", "ssh"})  # without listings; would pass the option on to SSH
 
 
 def connect(url: str) -> tuple[Any, str]:
@@ -24,14 +24,14 @@ def connect(url: str) -> tuple[Any, str]:
     Raises ValueError if no backend knows the URL, with what to install; OSError if a backend cannot connect.
     """
     protocol = url.partition("://")[0]
-    options = {} if protocol in _NO_LISTINGS else {"use_listings_cache": False}  # others write too
+    options = {} if protocol in _NO_LISTINGS else {"use_listings_cache": False}  # other processes write too
     try:
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
     except ImportError as error:
         hint = f"; install recckpt[{_EXTRAS[protocol]}]" if protocol in _EXTRAS else ""
         raise ValueError(f"{url}: no backend for {protocol}:// here: {error}{hint}") from error
     except ValueError as error:
-        raise ValueError(f"{url}: {error}; expected a path, or a URL that fsspec and its backend take") from error
+        raise ValueError(f"{url}: {error}; expected a path, or a URL that fsspec and its backend accept") from error
     except Exception as error:
         raise os_error(error, "connecting", url) from error
     return fs, root
@@ -57,7 +57,7 @@ class RangedFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         to = (0, self._at, self._size)[whence] + offset
         if to < 0:
-            raise ValueError(f"a position is not negative, found {to}")
+            raise ValueError(f"a position must not be negative, found {to}")
         self._at = to
         return to
 

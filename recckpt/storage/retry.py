@@ -37,18 +37,18 @@ _TRANSIENT_ERRNO = frozenset(
     {errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE}
     | {errno.ENETUNREACH, errno.ENETRESET, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.EAGAIN}
 )
-_TRANSIENT_NAMES = frozenset(  # of botocore, aiohttp, azure-core, paramiko and asyncio, none of which need be installed
+_TRANSIENT_NAMES = frozenset(  # names, because these may be missing: botocore, aiohttp, azure-core, paramiko, asyncio
     {"ConnectionError", "ConnectionClosedError", "HTTPClientError", "IncompleteReadError", "ResponseParserError"}
     | {"ClientPayloadError", "ClientConnectionError", "ServiceRequestError", "ServiceResponseError"}
     | {"SSHException", "EOFError", "IncompleteRead", "TimeoutError", "FSTimeoutError"}
 )
-_BROKEN_NAMES = frozenset({"FlexibleChecksumError", "ChecksumError", "DataCorruption"})  # of botocore, gcsfs, google
+_BROKEN_NAMES = frozenset({"FlexibleChecksumError", "ChecksumError", "DataCorruption"})  # in botocore, gcsfs and google
 _BROKEN_CODES = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"})
 _BROKEN_CODES |= {"IncompleteBody", "Md5Mismatch"}
 _BROKEN_TRIES = 4  # for bytes corrupted in transfer; if all fail, the store or memory is bad
 _REFUSALS = (FileNotFoundError, FileExistsError, PermissionError)
 _FINAL = (*_REFUSALS, IsADirectoryError, NotADirectoryError, NobodyAnswersError)
-_MOST_LINKS = 16  # of a chain of causes
+_MOST_LINKS = 16  # links in a chain of causes
 _ERRNO_OF_STATUS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT, 429: errno.EBUSY}
 _ERRNO_OF_TYPE = (
     (FileNotFoundError, errno.ENOENT),
@@ -81,7 +81,7 @@ class Retries:
 
     Args:
         policy: how long to wait, and when to give up.
-        url: of the file.
+        url: the URL of the file.
         on_retry: called before each attempt except the first.
         attempt: makes an attempt, given the work and the exception that was being handled when the call began; None to
             call the work directly.
@@ -143,7 +143,7 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
         return False
     if any(map(_is_broken, links)):
         return True
-    for link in links:  # the nearest that says something: aiohttp calls a broken answer a 400, behind a lost connection
+    for link in links:  # the nearest clear one: aiohttp has a 400 for a broken answer behind a lost connection
         status, code = _answer(link)
         if _is_of_the_network(link):
             return True
@@ -176,7 +176,7 @@ def is_answer(error: BaseException, handled: BaseException | None = None) -> boo
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Say whether a conditional put was refused because of its condition: 409, 412, or FileExistsError."""
+    """Return whether a conditional put was refused because of its condition: 409, 412, or FileExistsError."""
     return isinstance(error, FileExistsError) or status_of(error) in (409, 412)
 
 
@@ -230,7 +230,7 @@ def _is_of_the_network(error: BaseException) -> bool:
         return error.errno == socket.EAI_AGAIN
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
         return True
-    if str(error) == "Socket is closed":  # of paramiko, which gives it no number
+    if str(error) == "Socket is closed":  # from paramiko, without an errno
         return True
     return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)
 

@@ -1,4 +1,4 @@
-"""How files travel between this host and a storage: upload slots, work dir, outbox."""
+"""Transfers of files between this host and a storage: upload slots, work dir, outbox."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recckpt.storage.local_files import check_owner
 from recckpt.storage.retry import RetryPolicy
 from recckpt.text import size
 
-_LOOK_SEC = 0.05  # a process cannot wait for the first of several locks
+_LOOK_SEC = 0.05  # a process cannot wait for several locks at once
 VISIBLE = RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=VISIBLE_SEC)
 _CHUNK_BYTES = 8 << 20
 
@@ -62,19 +62,19 @@ class UploadSlots:
     def free(self, slot: int) -> None:
         """Free a slot, and remove the files that no process has locked."""
         try:
-            with suppress(OSError):  # what is left takes no room to speak of
+            with suppress(OSError):  # leftovers take almost no space
                 for path in self.directory.iterdir():
                     if _is_at(slot, path):
                         path.unlink()
                     else:
                         left = self._try(path)
-                        if left is not None:  # by a process that was killed
+                        if left is not None:  # left by a killed process
                             path.unlink()
                             os.close(left)
                 self.directory.rmdir()
         finally:
             try:
-                fcntl.flock(slot, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+                fcntl.flock(slot, fcntl.LOCK_UN)  # a child forked meanwhile also has the descriptor
             finally:
                 os.close(slot)
 
@@ -88,10 +88,10 @@ class UploadSlots:
         except BaseException:
             os.close(slot)
             raise
-        if not _is_at(slot, path):  # it was given back and removed meanwhile: another may have locked a new one
+        if not _is_at(slot, path):  # removed meanwhile: another process may have locked a new file
             os.close(slot)
             return None
-        with suppress(OSError):  # a lock works on a full disk too
+        with suppress(OSError):  # a lock also works on a full disk
             os.pwrite(slot, f"{os.getpid():<20}".encode(), 0)
         return slot
 
@@ -207,7 +207,7 @@ class Outbox:
             for chunk in copy.chunks():
                 hashing.write(chunk)
             if (sink.n_bytes, hashing.xxh3) != (copy.n_bytes, copy.xxh3):
-                problem = f"the copy in the work dir is not what was written: found {sink.n_bytes} bytes with checksum"
+                problem = f"the copy in the work dir has changed: found {sink.n_bytes} bytes with checksum"
                 expected = f"{hashing.xxh3:016x}, expected {copy.n_bytes} with {copy.xxh3:016x}; check that disk"
                 raise OSError(errno.EIO, f"{problem} {expected}", self._storage.url_of(copy.name))
         copy.discard()

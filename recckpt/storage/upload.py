@@ -1,4 +1,4 @@
-"""Uploads of objects: one request for a small one, parts for a large one, visible only when whole."""
+"""Uploads of objects: small objects in one request, large ones in parts; visible only when complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recckpt.storage.base import Draft
 from recckpt.storage.retry import Retries
 
 Put = Callable[[bytes], None]
-BLOCK_BYTES = 16 << 20  # S3 takes 10,000 parts of 5 MiB or more
+BLOCK_BYTES = 16 << 20  # S3 accepts at most 10,000 parts, each of 5 MiB or more
 
 
 class Upload(Draft):
@@ -21,12 +21,12 @@ class Upload(Draft):
 
     Args:
         fs: the fsspec file system.
-        path: of the object, as ``fs`` knows it.
-        retries: of this object.
-        put: sends a small object in one request; FileExistsError if there is another one.
+        path: path of the object in ``fs``.
+        retries: the attempts at this object.
+        put: sends a small object in one request; FileExistsError if the object exists.
         in_one: send even a large object in one request, because ``fs`` publishes a file as soon as it is opened.
         repeats: whether a part may be sent again, and nothing is published before ``commit``.
-        replaces: whether it replaces an older object; otherwise it fails if there is one.
+        replaces: whether the upload replaces an older object; otherwise an older object is an error.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Upload(Draft):
     ) -> None:
         self._fs, self._path, self._retries, self._put = fs, path, retries, put
         self._in_one, self._repeats, self._replaces = in_one, repeats, replaces
-        self._waiting = bytearray()  # what is not yet in a part
+        self._waiting = bytearray()  # bytes that are not yet in a part
         self._file: Any = None
         self._is_sent = self._may_be_seen = False
 
@@ -75,11 +75,11 @@ class Upload(Draft):
 
     def discard(self) -> None:
         if self._file is not None:
-            with suppress(Exception):  # the error that led here is the one to report
+            with suppress(Exception):  # the original error is the one to report
                 self._file.discard()
         self._drop()
         if self._may_be_seen and not self._replaces:
-            with suppress(Exception):  # a leftover has no manifest
+            with suppress(Exception):  # a leftover is harmless, because it has no manifest
                 self._fs.rm_file(self._path)
 
     def __del__(self) -> None:
@@ -89,7 +89,7 @@ class Upload(Draft):
         file, self._file, self._waiting = self._file, None, bytearray()
         if file is not None:
             with suppress(Exception):
-                file.closed = True  # or closing it would publish it, on some backends
+                file.closed = True  # otherwise closing it would publish the object on some backends
                 file.close()
 
     def _open(self) -> Any:
@@ -97,7 +97,7 @@ class Upload(Draft):
             raise FileExistsError(errno.EEXIST, "exists already", self._retries.url)
         file = self._fs.open(self._path, "wb", block_size=BLOCK_BYTES, autocommit=False)
         with suppress(AttributeError, ValueError):
-            self._fs.transaction.files.remove(file)  # would keep it for ever
+            self._fs.transaction.files.remove(file)  # otherwise the transaction keeps it forever
         return file
 
     def _pass_on(self, view: memoryview) -> None:
@@ -109,7 +109,7 @@ class Upload(Draft):
 
         def write() -> None:
             nonlocal taken
-            if taken:  # it is in the file's buffer, but not all of the buffer was sent
+            if taken:  # the data is in the file's buffer, which was not sent completely
                 self._revive()
                 self._file.flush()
             else:
@@ -137,7 +137,7 @@ class Upload(Draft):
             self._send_rest()
             self._file.commit()
         except Exception:
-            # An answer that got lost, and then "no such upload" for the second try; an older object may have this size.
+            # The answer to the first try was lost; the retry found no upload. An older object may have the same size.
             if self._replaces or not self._has_size(self.n_bytes):
                 raise
 
