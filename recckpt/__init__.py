@@ -1,4 +1,4 @@
-"""recckpt: checkpoints for recommendation models. Nothing is imported before it is used, torch last of all."""
+"""recckpt: checkpoints for recommendation models. Names are imported on first use, torch only if a name needs it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HOMES = {
     "diff": "inspect.diff",
     "report": "inspect.report",
 }
-_ROOMS = {"inspect", "policies", "recis", "rewrite"}  # of which each has public names of its own
+_ROOMS = {"inspect", "policies", "recis", "rewrite"}  # public subpackages
 
 __all__ = [
     "Saver",

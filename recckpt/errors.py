@@ -1,4 +1,4 @@
-"""The errors that recckpt raises; every one pickles, so that it can cross ranks.
+"""The errors that recckpt raises. All of them can be pickled, because ranks send errors to each other.
 
 A message says what, where, found against expected, and what to do. An ``OSError`` of the storage passes
 through unchanged.
@@ -28,7 +28,7 @@ def _rebuild(cls: type[RecckptError], args: tuple[Any, ...], state: dict[str, An
 
 
 class CheckpointNotFoundError(RecckptError, FileNotFoundError):
-    """There is no committed checkpoint where one was asked for."""
+    """A committed checkpoint was requested, and there is none."""
 
 
 class CheckpointExistsError(RecckptError, FileExistsError):
@@ -103,7 +103,7 @@ class PartlyLoadedError(RecckptError):
 
     def __init__(self, cause: str, *, emptied: Sequence[str] = (), mixed: Sequence[str] = ()) -> None:
         parts = [f"tables {', '.join(map(repr, emptied))} are empty now"] if emptied else []
-        parts += [f"tables {', '.join(map(repr, mixed))} hold only some of what was to be loaded"] if mixed else []
+        parts += [f"tables {', '.join(map(repr, mixed))} hold only some of the checkpoint's rows"] if mixed else []
         super().__init__(
             f"loading broke off: {cause}; {' and '.join(parts)}, everything else on this rank is unchanged: load or "
             "restore again before you use these tables"
@@ -112,7 +112,7 @@ class PartlyLoadedError(RecckptError):
 
 
 class FormatVersionError(RecckptError):
-    """A file was written by a newer format than this version of recckpt reads, or by one before the first release.
+    """A file has a newer format than this version of recckpt reads, or a format from before the first release.
 
     Attributes:
         path: the file.
@@ -129,7 +129,7 @@ class FormatVersionError(RecckptError):
         reads = f"this recckpt, {version}, reads versions up to {supported}"
         self.what = f"found format version {found}, {reads}: it needs {self.needed}"
         if missing:
-            self.what = f"is of an older, unreleased form: it is whole, and has no {missing!r}; begin a new run"
+            self.what = f"is of an older, unreleased form: it is intact, but has no {missing!r}; begin a new run"
         super().__init__(f"{path}: {self.what}")
 
 
@@ -188,10 +188,10 @@ class MissedRowsError(LiveTableError):
 
 
 class LoadConfError(RecckptError, ValueError):
-    """A ``load_conf`` or model bank names what does not exist, or is malformed; lists all problems.
+    """A ``load_conf`` or model bank is malformed or refers to names that do not exist; lists all problems.
 
     Attributes:
-        problems: one text each.
+        problems: one message per problem.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:

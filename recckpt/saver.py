@@ -1,4 +1,4 @@
-"""The saver: captures the state of a model and writes it, in the foreground or beside training; and loads it."""
+"""The saver: captures the state of a model, saves it in the foreground or beside training, and loads it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CountedRun:
         return self._now()[0]
 
     def follow(self, now: Callable[[], Counted], prefix: str) -> None:
-        """Read step and state from a manager from now on; the manager made last for a saver is used."""
+        """Read step and state from a manager from now on. The last manager made for a saver is the one used."""
         self._now, self.prefix = now, prefix
 
     def step_and_state(
@@ -69,10 +69,10 @@ class CountedRun:
     ) -> tuple[int | None, Mapping[str, StateValue] | None]:
         """Return the step and state of a save; a save of the run's own step also gets the manager's counts.
 
-        ``step`` None means the run's step. ValueError if the caller gives another value for what the manager counts.
+        ``step`` None means the run's step. ValueError if an entry of the caller differs from a count of the manager.
         """
         now, counted = self._now()
-        if step not in (None, now) or not isinstance(state, Mapping | None):  # another kind is refused where it is read
+        if step not in (None, now) or not isinstance(state, Mapping | None):  # other types are refused later
             return step, state
         own = state or {}
         name = next((name for name in counted if name in own and own[name] != counted[name]), None)
@@ -83,14 +83,14 @@ class CountedRun:
         return now, {**counted, **own}
 
 
-OnWhole = Callable[[Checkpoint, Iterable[SavableTable]], object]  # called with what was restored
+OnWhole = Callable[[Checkpoint, Iterable[SavableTable]], object]  # called with the restored checkpoint and the tables
 
 
 class Saver(Loads):
-    """Saves and loads a model: its tables, its dense state and what is registered beside them.
+    """Saves and loads a model: its tables, its dense state and the registered objects.
 
-    The state is read from the model at each save. Thread-safe: saves and loads of several threads are serialized. It
-    belongs to the process that made it: a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
+    The state is read from the model at each save. Thread-safe: saves and loads of several threads are serialized. A
+    saver belongs to its process: a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
 
     Args:
         model: any module; tables are found in its ``state_dict()``. DistributedDataParallel, DataParallel and
@@ -102,16 +102,16 @@ class Saver(Loads):
         deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
         near: a :class:`recckpt.Near`: when a manager makes near saves, and where; a restore prefers them to
             older checkpoints. Needs ``deltas``. See docs/near.md.
-        tables: what :func:`recckpt.live.live_tables` has found in the model; None leaves its embeddings dense.
-        choose: a :class:`recckpt.policies.Choose`: which slots and rows of tables are saved, and how narrow; None for
-            all as they are.
-        transfers: a :class:`recckpt.policies.Transfers`: how files travel, and how long ranks wait for each other.
+        tables: the live tables from :func:`recckpt.live.live_tables`; None leaves the model's embeddings dense.
+        choose: a :class:`recckpt.policies.Choose`: which slots and rows of tables are saved, in which dtypes; None for
+            all of them, unchanged.
+        transfers: a :class:`recckpt.policies.Transfers`: how files are sent, and how long ranks wait for each other.
         on_save: called with the :class:`recckpt.SaveInfo` of each save, after rotation, or after it has failed
             (``info.error``), in the thread of the save; its exceptions are logged and fail nothing.
-        run: what metrics call this job (``recckpt.run``); None for the path or URL of ``output_dir``.
+        run: name of this job in metrics (``recckpt.run``); None for the path or URL of ``output_dir``.
 
     Attributes:
-        model, sparse_optim, max_keep: as they were given.
+        model, sparse_optim, max_keep: the arguments.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, ``sparse_optim`` trains other tables, or
@@ -136,16 +136,16 @@ class Saver(Loads):
         on_save: OnSave | None = None,
         run: str | None = None,
     ) -> None:
-        from recckpt.rewrite import requests  # as guests: once it is asked for
+        from recckpt.rewrite import requests  # a guest, imported on demand
 
         super().__init__()
         transfers = arguments.checked_options(max_keep, concurrency, on_save, transfers)
         changes, choice = changes_of(deltas), choice_of(choose)
         arguments.check_near(near, has_deltas=changes is not None)
         transport = arguments.transport_of(transfers, output_dir)
-        choice.check(arguments.check_parts(model, sparse_optim), of_store=True)  # others may come until the first save
+        choice.check(arguments.check_parts(model, sparse_optim), of_store=True)  # slots may be added until a save
         live = arguments.live_tables_of(model, tables)
-        storage, name = arguments.output_dir_of(output_dir, run)  # late: it makes the output dir
+        storage, name = arguments.output_dir_of(output_dir, run)  # last, because this call creates the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         self._extra, self._io_state = extra_registry(arguments.form_of_registered(model, live)), io_registry()
         self.trainers = Trainers(model, sparse_optim and updater(sparse_optim), self._extra, choice, live)
@@ -181,7 +181,7 @@ class Saver(Loads):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in {"model", "sparse_optim", "storage"} and name in vars(self):
-            raise AttributeError(f"a saver keeps the {name} that it was made with: make another Saver for another one")
+            raise AttributeError(f"the {name} of a saver cannot be replaced: make another Saver")
         if name == "max_keep":
             as_keep(value)
         super().__setattr__(name, value)
@@ -194,7 +194,7 @@ class Saver(Loads):
 
     @property
     def output_dir(self) -> str:
-        """Where checkpoints go."""
+        """The path or URL to which checkpoints are written."""
         return self.storage.url
 
     def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
@@ -208,7 +208,7 @@ class Saver(Loads):
                 of rank 0 is saved for all. All ranks save a ``ZeroRedundancyOptimizer``, for any number of ranks.
 
         Raises:
-            ValueError: the name or the object cannot be registered; says why.
+            ValueError: the name or the object cannot be registered; the message gives the reason.
         """
         arguments.check_registered(name, obj, self.sparse_optim)
         with self._turn():
@@ -216,14 +216,14 @@ class Saver(Loads):
             self._extra.add(name, obj, per_rank=per_rank)
 
     def register_io_state(self, name: str, obj: Any) -> None:
-        """Save the position of a dataset, one state a rank.
+        """Save the position of a dataset, one state per rank.
 
         Args:
             name: unique name.
             obj: has ``dump_io_state`` and ``load_io_state``, or ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            ValueError: as :meth:`register_for_checkpointing`.
+            ValueError: as for :meth:`register_for_checkpointing`.
         """
         with self._turn():
             self._extra.check_new(name, obj)
@@ -231,9 +231,9 @@ class Saver(Loads):
             position_of(obj)
 
     def get_extra_data(self, name: str) -> Any:
-        """Return the object registered by a name (a plain value as loaded), else its loaded state, else None and warn.
+        """Return the object registered under a name, else the state loaded under it, else None with a warning.
 
-        ``"global_step"`` is the manager's step; before its first step, that of the last load.
+        A plain value is as loaded. ``"global_step"``: the manager's step; before its first step, that of the last load.
         """
         is_step = name == GLOBAL_STEP and name not in self._extra
         step = self.counted_run.step or self.loader.loaded_step if is_step else None
@@ -253,27 +253,27 @@ class Saver(Loads):
     ) -> Manifest:
         """Write, commit and rotate, after any running save; return the manifest. Collective among several ranks.
 
-        On ranks other than 0 the manifest lists the files of that rank alone.
+        On ranks other than 0 the manifest lists only the files of that rank.
 
         Args:
             ckpt_id: name of the checkpoint.
-            shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
-            shard_num: number of ranks; None as above (WORLD_SIZE), else 1.
-            step: global step, kept for ``CheckpointManager.restore``; None for that of the manager, if there is one.
+            shard_id: number of this rank; None: from the process group, else from the environment (RANK), else 0.
+            shard_num: number of ranks; None: from the process group, else from the environment (WORLD_SIZE), else 1.
+            step: global step, kept for ``CheckpointManager.restore``; None for the manager's step, if there is one.
             state: numbers, strings, and lists and dicts of these, for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
             ephemeral: remove the checkpoint once a newer one is committed; it does not count for ``max_keep``.
             sync_func: called by every rank once the checkpoint is committed, such as a barrier of your own.
 
         Raises:
-            ValueError: the id or step is invalid, something in the state could not be loaded back, or several
-                ranks own the same ids of a table; names it, and nothing was written.
+            ValueError: the id or step is invalid, some state could not be loaded back, or several ranks own the same
+                ids of a table; the message names it, and nothing was written.
             CheckpointExistsError: the id is committed and ``overwrite`` is false.
             SaveFailedError: a rank failed, or is missing; nothing was committed unless the message says so.
                 If a rank is missing, later saves and restores fail too: restart the job.
-            CommitNotDurableError: committed, but the storage failed before that was certainly durable.
+            CommitNotDurableError: the save was committed, but the storage failed before the commit was surely durable.
             WriterFencedError: another process has taken the output dir over by saving to it.
-            Exception: the error of an earlier background save, if not raised yet; this save is not begun then.
+            Exception: the error of an earlier background save, if not raised yet; then this save does not begin.
         """
         info = SaveInfo(ckpt_id, step, ephemeral=ephemeral)
         manifest = self._save(info, shard_id, shard_num, state, overwrite).wait()
@@ -292,7 +292,7 @@ class Saver(Loads):
         overwrite: bool = False,
         ephemeral: bool = False,
     ) -> SaveHandle:
-        """As :meth:`save`, but return as soon as training may go on; later changes are not saved.
+        """Like :meth:`save`, but return as soon as training may continue; later changes are not saved.
 
         Later errors are raised by ``wait()`` of the handle, else by the next save or :meth:`close`.
         """
@@ -303,7 +303,7 @@ class Saver(Loads):
         self._to.timeline.add_end(self._to.storage, self._to.fence, step)
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for a running save, near saves included, and say whether it has ended.
+        """Wait for a running save, near saves included; return whether it has ended.
 
         Args:
             timeout_sec: how long to wait; 0 does not wait, None waits until the end.
@@ -313,17 +313,17 @@ class Saver(Loads):
         """
         with self._turn():
             if timeout_sec is None and self.near_saves is not None:
-                self.near_saves.settle()  # first: it raises nothing
+                self.near_saves.settle()  # first, because near saves raise nothing here
             return self._runner.settle(timeout_sec)
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is running."""
         self._check_process()
         return self._runner.is_running
 
     def close(self) -> None:
-        """As :meth:`settle`, and end a background compaction; the saver can still be used afterwards."""
+        """Like :meth:`settle`, and end a background compaction; the saver can still be used afterwards."""
         try:
             self.settle()
         finally:
@@ -340,7 +340,7 @@ class Saver(Loads):
         self, info: SaveInfo, shard_id: int | None, shard_num: int | None, state: State, overwrite: bool
     ) -> SaveHandle:
         arguments.check_save(info.ckpt_id, info.step, overwrite=overwrite, ephemeral=info.ephemeral)
-        self._tables = arguments.tables_in(self.model)  # there may be new ones
+        self._tables = arguments.tables_in(self.model)  # tables may have been added
         with self._turn(), self._runner.one_save():
             step, state = self.counted_run.step_and_state(info.step, state)
             info.note(step=step)
@@ -350,7 +350,7 @@ class Saver(Loads):
             return save(self._live, job, self._to, self._runner)
 
 
-# Guests, which are imported once they are asked for.
+# Guests are imported on demand.
 
 
 def _with_guests(to: Destination, tier: NearTier | None) -> Destination:

@@ -36,26 +36,26 @@ _COUNTERS = {
     "near.saves": ("{save}", "Near saves that were acknowledged."),
     "near.failures": ("{failure}", "Near saves that have failed."),
     "near.bytes": ("By", "Bytes of the files that near saves have written."),
-    "restore.fallbacks": ("{fallback}", "Checkpoints that a restore passed over, since they are damaged."),
-    "storage.retries": ("{retry}", "Requests to the storage that were tried again, counted as saves and loads end."),
+    "restore.fallbacks": ("{fallback}", "Damaged checkpoints that restores skipped."),
+    "storage.retries": ("{retry}", "Retried requests to the storage, counted when a save or load ends."),
 }
-_PRESENT = ("restore.fallbacks", "storage.retries")  # as "failures", which has attributes of its own
+_PRESENT = ("restore.fallbacks", "storage.retries")  # start at 0, as "failures", which has other attributes
 _HISTOGRAMS = {
-    "save.duration": ("s", "From asking for a save until it has ended."),
-    "save.pause": ("s", "How long training stood still for a save, on the rank that waited longest."),
+    "save.duration": ("s", "From the request for a save until it has ended."),
+    "save.pause": ("s", "How long a save blocked training, on the rank that waited longest."),
     "near.duration": ("s", "From the step of a near save until it was acknowledged."),
-    "near.pause": ("s", "How long training stood still for a near save, on rank 0."),
+    "near.pause": ("s", "How long a near save blocked training, on rank 0."),
     "load.duration": ("s", "How long reading a checkpoint took, once it was found and opened."),
 }
 _GAUGES = {
     "chain.length": ("{checkpoint}", "Checkpoints that a restore of the newest one reads."),
     "last_save.time": ("s", "When the newest checkpoint was committed, in seconds since 1970."),
     "near.last_save.time": ("s", "When the newest near save was acknowledged, in seconds since 1970."),
-    "near.lag": ("{step}", "Steps since the newest near save or checkpoint, when a near save was due last."),
-    "lag": ("{step}", "Steps since the newest checkpoint, when a near save was due last."),
-    "storage.free": ("By", "Room that the last save left, where the storage knows it."),
+    "near.lag": ("{step}", "Steps since the newest near save or checkpoint, at the last step with a near save due."),
+    "lag": ("{step}", "Steps since the newest checkpoint, at the last step with a near save due."),
+    "storage.free": ("By", "Free space after the last save, if the storage reports it."),
 }
-_UNDER_WAY = "save.under_way", "s", "For how long the save under way has gone on; 0 between saves."
+_UNDER_WAY = "save.under_way", "s", "How long the running save has taken so far; 0 between saves."
 # The default bounds are meant for milliseconds.
 _SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
 
@@ -64,7 +64,7 @@ class _Tools:
     def __init__(self, tracer: Tracer, meter: Meter) -> None:
         self.tracer = tracer
         self.open: set[Operation] = set()
-        self.runs: set[str] = set()  # that have begun a save or load here
+        self.runs: set[str] = set()  # runs that have begun a save or load in this process
         self.counters = {name: meter.create_counter(_PREFIX + name, *about) for name, about in _COUNTERS.items()}
         self.histograms = {
             name: meter.create_histogram(_PREFIX + name, *about, explicit_bucket_boundaries_advisory=_SECONDS)
@@ -127,7 +127,7 @@ class Operation:
             self._span = _guarded(
                 lambda: tools.tracer.start_span(_PREFIX + what, attributes=_named({**attributes, **attributes_of_run}))
             )
-            # To Prometheus, a counter that is not there before it is 1 has not increased.
+            # Prometheus counts no increase if a counter first appears with the value 1.
             _guarded(lambda: tools.counters["failures"].add(0, _named({"operation": what, **attributes_of_run})))
             _guarded(lambda: tools.record(run, dict.fromkeys(_PRESENT, 0)))
 
@@ -218,4 +218,4 @@ def _guarded(work: Callable[[], Any]) -> Any:
 
 @cache
 def _say(kind: str) -> None:
-    log.warning("OpenTelemetry failed, and saves and loads go on without it: %s", kind, exc_info=True)
+    log.warning("OpenTelemetry failed, and saves and loads continue without it: %s", kind, exc_info=True)

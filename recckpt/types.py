@@ -1,4 +1,4 @@
-"""The protocols that a table implements, and checks of callers' arguments; imports no torch."""
+"""The protocols of tables, and checks of callers' arguments. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavableTable", "LiveTable", "WatchedTable", "Door", "Box", "RowShare", "SlotSpec", "is_hashtable"]
 
-# What a CheckpointableTensor says of itself (recckpt.dense.sharded): the first of the whole, the others a shard each.
+# Attributes of a CheckpointableTensor (recckpt.dense.sharded): the shape of the whole, and the places of its shards.
 GEOMETRY = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 EMBEDDING = "embedding"  # part of the format: the slot that holds a table's values
 ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and their bytes per value
@@ -31,7 +31,7 @@ ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and th
     "int32": 4,
     "int64": 8,
 }
-MAX_EXACT_COUNT = 1 << 53  # of steps, look-ups, rows: beyond, floats do not count by ones
+MAX_EXACT_COUNT = 1 << 53  # for steps, look-ups and rows: floats cannot count further in steps of one
 MAX_TABLE_NAME_BYTES = 1024
 _BYTES = re.compile(r"(\d{1,19}(?:\.\d{1,19})?) ?([kmgtp]i?)?b", re.ASCII | re.IGNORECASE)
 
@@ -202,7 +202,7 @@ class LiveTable(Protocol):
         """Return the optimizer's settings as in a parameter group, such as ``lr`` and ``eps``."""
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Set scalars and settings, either of which may be empty, after a load wrote its last row to the tensors.
+        """Set scalars and settings (each may be empty) after a load wrote its last row to the tensors.
 
         Called for each table with loaded rows, even if both are empty: the table must reread cached values.
         """
@@ -220,13 +220,13 @@ class WatchedTable(LiveTable, Protocol):
 
 
 def is_optimizer_slot(name: str) -> bool:
-    """Say whether a slot belongs to the sparse optimizer: its name begins with ``sparse_``. Part of the format."""
+    """Return whether a slot belongs to the sparse optimizer: its name begins with ``sparse_``. Part of the format."""
     return name.startswith("sparse_")
 
 
 def is_hashtable(obj: object) -> TypeGuard[SavableTable]:
-    """Say whether ``obj`` fits the :class:`SavableTable` protocol; ours and foreign tables alike."""
-    # To look for all of the protocol in an object takes 14 us or more, and asks for its slots: a save stands for that.
+    """Return whether ``obj`` fits the :class:`SavableTable` protocol, as our tables do and foreign ones may."""
+    # Checking the whole protocol takes at least 14 us and reads the slots, so methods of the class are checked first.
     if isinstance(obj, type) or not hasattr(obj, "embeddings"):
         return False
     return (_is_table_class(cast(Any, type(obj))) and hasattr(obj, "name")) or isinstance(obj, SavableTable)
@@ -240,16 +240,16 @@ def _is_table_class(kind: type) -> bool:
 def check_table_name(name: Any) -> str:
     """Return ``name``; ValueError if no table can have it."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"a table name is a non-empty string, found {name!r}")
+        raise ValueError(f"a table name must be a non-empty string, found {name!r}")
     if "\0" in name:
-        raise ValueError(f"a table name holds no NUL character, found {name!r}")
+        raise ValueError(f"a table name must not contain a NUL character, found {name!r}")
     try:
         size = len(name.encode("utf-8"))
     except UnicodeEncodeError as error:
-        raise ValueError(f"a table name is encodable as UTF-8, found {name!r}") from error
+        raise ValueError(f"a table name must be encodable as UTF-8, found {name!r}") from error
     if size > MAX_TABLE_NAME_BYTES:
         raise ValueError(
-            f"a table name has at most {MAX_TABLE_NAME_BYTES} bytes of UTF-8, found {size}: {name[:40]!r}..."
+            f"a table name must have at most {MAX_TABLE_NAME_BYTES} bytes of UTF-8, found {size}: {name[:40]!r}..."
         )
     return name
 
@@ -296,6 +296,6 @@ def flag(name: str, value: Any) -> bool:
 def positive_number(name: str, value: Any) -> float:
     """Return ``value``; ValueError if it is not a finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:  # which NaN is not
+    if not is_number or not 0 < value <= sys.float_info.max:  # this excludes NaN
         raise ValueError(f"{name} must be a finite number above 0, found {value!r}")
     return float(value)
