@@ -94,7 +94,7 @@ def test_a_part_cannot_be_replaced_for_it_would_be_saved_and_not_loaded(tmp_path
     model, optim = trained()
     saver = Saver(model, optim, str(tmp_path))
     for name in ("model", "sparse_optim", "storage"):
-        with pytest.raises(AttributeError, match=f"keeps the {name} that it was made with: make another Saver"):
+        with pytest.raises(AttributeError, match=f"the {name} of a saver cannot be replaced: make another Saver"):
             setattr(saver, name, None)
     assert (saver.model, saver.sparse_optim) == (model, optim)
 
@@ -255,7 +255,7 @@ def test_an_id_that_none_can_have_or_that_is_committed_is_refused_unless_it_is_t
         with pytest.raises(ValueError, match="checkpoint id"):
             saver.save(ckpt_id)
     assert tree(tmp_path) == {}
-    with pytest.raises(ValueError, match="is a name of the format"):
+    with pytest.raises(ValueError, match="is reserved by the format"):
         saver.save("manifest.json")
     saver.save("c")
     before = tree(tmp_path)
@@ -647,11 +647,13 @@ def test_a_sparse_optimizer_that_was_not_saved_starts_afresh_and_is_reported(tmp
 def test_an_optimizer_of_tables_is_not_registered_but_given_to_the_saver(tmp_path):
     table = HashTable(2, name="t")
     saver = Saver(nn.ModuleDict({"t": table}), SparseAdagrad([table]), str(tmp_path))
-    with pytest.raises(ValueError, match=r"'own' is an optimizer of tables, which the saver has.*do not register it"):
+    with pytest.raises(
+        ValueError, match=r"'own' is an optimizer of tables, which the saver already saves: do not register it"
+    ):
         saver.register_for_checkpointing("own", saver.sparse_optim)
     with pytest.raises(ValueError, match=r"'other' is an optimizer of tables.*pass it to Saver\(model, sparse_optim\)"):
         saver.register_for_checkpointing("other", SparseAdagrad([table]))
-    with pytest.raises(ValueError, match=r"'both' is a JointOptimizer.*register that of the dense parameters"):
+    with pytest.raises(ValueError, match=r"'both' is a JointOptimizer.*register its dense optimizer"):
         saver.register_for_checkpointing("both", JointOptimizer(saver.sparse_optim))
     saver.register_for_checkpointing("nothing", None)
 
@@ -674,7 +676,7 @@ def test_save_and_load_take_the_same_word_and_an_id_goes_before_a_path(tmp_path,
     with pytest.raises(CheckpointNotFoundError, match=r"nor is it a checkpoint of .*; there are 'best'"):
         saver.load("nothing")
     saver.save("x")
-    with pytest.raises(CheckpointNotFoundError, match=r"output dir has a checkpoint 'x': load\(ckpt_id='x'\) takes it"):
+    with pytest.raises(CheckpointNotFoundError, match=r"output dir has a checkpoint 'x': load\(ckpt_id='x'\) loads it"):
         saver.load("x", direct_path=True)
     with pytest.raises(CheckpointNotFoundError) as caught:
         saver.load("y", direct_path=True)
@@ -705,7 +707,7 @@ def test_what_is_registered_the_wrong_way_is_told_the_right_one(tmp_path, regist
     sgd = torch.optim.SGD(saver.model.parameters())
     for args, said in (
         (("g", torch.Generator()), r"'g' is a torch.Generator, .*generator.get_state\(\)"),
-        ((sgd, "x"), "a SGD cannot be registered as a name: the name, a string, comes first"),
+        ((sgd, "x"), "a SGD cannot be registered as a name: pass the name, a string, first"),
     ):
         with pytest.raises(ValueError, match=said):
             getattr(saver, register)(*args)

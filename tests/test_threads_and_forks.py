@@ -83,7 +83,7 @@ def test_what_on_save_asks_of_the_saver_in_the_thread_of_the_save_is_refused_and
     saver.save_async("a").wait()
     manager.step()
     manager.close()
-    assert caplog.text.count("on_save is part of the save") == 2
+    assert caplog.text.count("on_save runs as part of a save") == 2
     assert checkpoints(tmp_path) == ["a", "ckpt_1"]
 
 
@@ -246,4 +246,4 @@ def test_a_saver_that_another_of_its_process_has_taken_over_is_told_where_that_w
     with pytest.raises(WriterFencedError, match=f"by another Saver of this process, made at {place}") as caught:
         first.save("c")
     assert place in caught.value.by
-    assert "use one Saver for an output dir" in str(caught.value)
+    assert "use one Saver per output dir" in str(caught.value)

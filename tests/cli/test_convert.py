@@ -252,7 +252,7 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(recckpt, tmp_path):
     forge = save_chunked(tmp_path / "runs", [chunk_of("w", WHOLE["w"])])
     (tmp_path / "mine").write_text("mine")
     before = tree(tmp_path)
-    existing = "/mine': it exists, expected a new file: remove it, or write to another name"
+    existing = "/mine': this file exists, expected a new one: remove it, or write to another name"
     for args, message in [
         ((tmp_path / "nowhere",), "does not exist"),
         ((forge.directory, "--out", tmp_path / "mine"), existing.partition(":")[0]),

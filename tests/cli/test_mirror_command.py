@@ -60,7 +60,7 @@ def test_wrong_usage_is_told_from_a_problem(recckpt, run, to, tmp_path):
     assert recckpt("mirror", run.url, run.url).code == 2
     other = run_with_chain(tmp_path / "other")
     assert recckpt("mirror", run.url, f"{other.url}/ckpt_1").code == 2
-    assert "this is the directory of one itself" in recckpt("mirror", f"{other.url}/ckpt_1", to).err
+    assert "this is itself the directory of a checkpoint" in recckpt("mirror", f"{other.url}/ckpt_1", to).err
     assert recckpt("mirror", tmp_path / "nothing", to).code == 1
     assert not to.exists()
 

@@ -110,7 +110,9 @@ def test_what_is_no_bank_is_a_problem(recckpt, tmp_path, names, bank):
     assert answer.err.startswith("recckpt: ")
 
 
-@pytest.mark.parametrize(("names", "text"), [(b"", "no names"), (b"\xff", "UTF-8"), (b"a\tdens", "no group 'dens'")])
+@pytest.mark.parametrize(
+    ("names", "text"), [(b"", "no names"), (b"\xff", "UTF-8"), (b"a\tdens", "unknown group 'dens'")]
+)
 def test_what_is_no_list_of_names_is_a_problem(recckpt, tmp_path, names, text):
     path = tmp_path / "names.txt"
     path.write_bytes(names)

@@ -31,7 +31,7 @@ def test_a_page_is_written_and_a_healthy_run_ends_with_0(recckpt, run, tmp_path,
     assert answer.out.endswith("\nhealthy: 2 checkpoints, the newest ckpt_20\nwrote report.html\n")
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     again = recckpt("report", run)
-    assert (again.code, "it exists" in again.err) == (1, True)
+    assert (again.code, "this file exists" in again.err) == (1, True)
     assert recckpt("report", run, "--quick", "--threads", 2, "--out", tmp_path / "quick.html").code == 0
 
 
@@ -72,7 +72,7 @@ def test_problems_end_with_1_and_messages_leave_no_page(recckpt, run, tmp_path):
         assert not (tmp_path / "other.html").exists()
     assert recckpt("report", run, "--threads", 0).code == 2
     nowhere = recckpt("report", run, "--out", tmp_path / "nowhere/page.html")
-    assert (nowhere.code, "there is no directory to write it to" in nowhere.err) == (1, True)
+    assert (nowhere.code, "the directory of this file does not exist" in nowhere.err) == (1, True)
 
 
 def test_a_page_needs_nothing_else_and_shows_hostile_names_harmlessly(recckpt, tmp_path):

@@ -340,11 +340,11 @@ def test_a_file_of_another_program_is_shown_where_the_storage_does_not_tell_file
     [
         (
             "a.parquet",
-            "`recckpt import` makes tables of the files of a directory, and `recckpt ls {}` reads one",
+            "`recckpt import` makes tables from the files of a directory, and `recckpt ls {}` reads one",
         ),
-        ("id.npy", "`recckpt import` makes tables of the files of a directory, and `recckpt ls {}` reads one"),
+        ("id.npy", "`recckpt import` makes tables from the files of a directory, and `recckpt ls {}` reads one"),
         ("x.bin", "`recckpt ls {}` reads a file of torch.save, `recckpt import` takes one"),
-        ("__0_0.distcp", "torch.distributed.checkpoint writes such, and its .metadata last, which is not here"),
+        ("__0_0.distcp", "torch.distributed.checkpoint writes these, and .metadata last, which is missing here"),
     ],
 )
 def test_a_directory_of_files_that_are_no_checkpoint_as_they_lie_there_says_what_helps(recckpt, tmp_path, name, helps):

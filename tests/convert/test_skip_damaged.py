@@ -284,7 +284,7 @@ def test_an_output_dir_with_a_manifest_that_is_damaged_says_so(forge, tmp_path, 
     assert (skipped.file, skipped.table, skipped.rows) == ("ckpt_2/manifest.json", "", None)
     assert "this checkpoint may be newer" in skipped.reason
     assert [each["file"] for each in done.metadata["skipped"]] == [skipped.file]
-    assert "ckpt_2 is damaged and passed over" in caplog.text
+    assert "ckpt_2 is damaged and skipped" in caplog.text
 
 
 def test_a_damaged_manifest_of_a_link_is_said_once(delta, tmp_path):

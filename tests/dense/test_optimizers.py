@@ -302,7 +302,7 @@ def test_an_optimizer_of_tables_is_given_to_the_saver_and_not_registered(tmp_pat
     with pytest.raises(ValueError, match=r"'opt' is an optimizer of tables, .* pass it to Saver"):
         saver_of(tmp_path, table, optimizer)
     saver = Saver(nn.ModuleDict({"t": table}), optimizer, output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"'opt' is an optimizer of tables, which the saver has"):
+    with pytest.raises(ValueError, match=r"'opt' is an optimizer of tables, which the saver already saves"):
         saver.register_for_checkpointing("opt", optimizer)
 
 

@@ -64,7 +64,7 @@ def test_one_object_is_registered_under_one_name_and_values_that_are_equal_by_ch
     for make in (Counter, list, lambda: torch.ones(2), lambda: np.ones(2)):
         registry, obj = extra_registry(), make()
         registry.add("first", obj)
-        match = rf"'first' and 'second' are one {type(obj).__name__}, .*: keep one of the two"
+        match = rf"'first' and 'second' are the same {type(obj).__name__}: keep one of the two"
         with pytest.raises(ValueError, match=match):
             registry.add("second", obj)
         registry.add("second", make())
@@ -175,7 +175,7 @@ def test_an_object_that_refuses_its_state_is_named_and_what_can_go_back_does(cap
     assert (value, last.count) == ([1], 2)
     assert first.count == 9, "it may not be asked for what it had"
     [kept] = [record.getMessage() for record in caplog.records]
-    assert "'first' keeps the state that was loaded, though the load failed" in kept
+    assert "'first' keeps the loaded state although the load failed" in kept
 
 
 def test_nothing_is_copied_to_be_able_to_go_back():

@@ -351,14 +351,14 @@ def test_what_differs_is_said_once_and_by_name_and_what_rank_0_does_not_have_is_
             own.warn([first.by_name, second.by_name], rank)
     dense, small = [record.getMessage() for record in caplog.records]
     assert dense.startswith(
-        "dense 'top.weight' differs on rank 1: the state of rank 0 is saved, and all ranks get it back"
+        "dense 'top.weight' differs on rank 1: only the state of rank 0 is saved, and restored on all ranks"
     )
     assert small.startswith("register_for_checkpointing 'small' differs on rank 1: ")
     assert "per_rank=True" in small
     ranks = [RankDigests().begin(), RankDigests().begin()]
     ranks[1].noting(as_it_is)(("dense", "stage_2.weight"), torch.ones(1))
     ranks[0].warn([rank.by_name for rank in ranks], 0)
-    said = "dense 'stage_2.weight' is known to rank 1 and not to rank 0, and is not saved"
+    said = "dense 'stage_2.weight' is registered on rank 1 but not on rank 0, and is not saved"
     assert caplog.records[-1].getMessage().startswith(said)
 
 

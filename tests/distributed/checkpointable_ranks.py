@@ -116,7 +116,7 @@ def refuses(rank, size, root):
     error = error_of(lambda: saver.save("twice", rank, size))
     assert isinstance(error, SaveFailedError), error
     assert "sharded tensor w: found (" in str(error), error  # as many values as there are
-    assert "of which another shard has values too, expected each value once" in str(error), error
+    assert "which another shard also has in part, expected each value once" in str(error), error
     model = Model(rank, size, seed=1)
     saver = Saver(model, output_dir=str(root / "refused"))
     describe(model.w, torch.zeros(N_ROWS, 3), [(0, N_ROWS)])  # more rows than the local tensor has

@@ -168,7 +168,7 @@ def test_a_catalog_that_no_reader_would_take_is_not_written(monkeypatch):
     monkeypatch.setattr("recckpt.format.catalog.MAX_BYTES", len(data))
     assert decode(encode(catalog()), PATH, manifest(), 0) == catalog()
     monkeypatch.setattr("recckpt.format.catalog.MAX_BYTES", len(data) - 1)
-    with pytest.raises(ValueError, match=f"shard 0 would have {len(data)} bytes, at most {len(data) - 1}"):
+    with pytest.raises(ValueError, match=f"shard 0 would have {len(data)} bytes, expected at most {len(data) - 1}"):
         encode(catalog())
 
 

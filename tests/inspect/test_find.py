@@ -82,7 +82,7 @@ def test_where_there_is_none_the_list_is_empty_and_nothing_is_found(tmp_path):
     assert list_checkpoints(tmp_path) == []
     assert not is_checkpoint(tmp_path)
     assert not is_checkpoint(tmp_path / "nothing")
-    with pytest.raises(CheckpointNotFoundError, match="found no checkpoint 'latest'; there are none"):
+    with pytest.raises(CheckpointNotFoundError, match="found no checkpoint 'latest'; there are no checkpoints"):
         find_checkpoint(tmp_path, "latest")
 
 
@@ -118,7 +118,7 @@ def test_a_manager_restores_the_best_by_its_policy(url):
     assert table.lookup(torch.tensor([1]))[0].tolist() == [[4]]
     assert manager.restore("latest") == 5
     manager.saver.max_keep = 2
-    with pytest.raises(ValueError, match=r"max_keep=2, which does not say what is best.*Best\(1, 'auc'\)"):
+    with pytest.raises(ValueError, match=r"max_keep=2, which has no Best.*Best\(1, 'auc'\)"):
         manager.restore("best")
     with pytest.raises(TypeError, match="found 'newest'"):
         manager.restore("newest")

@@ -184,7 +184,7 @@ def choices_of_slots_apply_and_those_of_rows_are_refused(root):
         rows, _ = reader.lookup("wares", np.arange(20))
         np.testing.assert_array_equal(rows, truth["wares embedding"].to(torch.float16).numpy())
     saver = Saver(model, output_dir=str(root / "rows"), tables=tables, choose=Choose(where={"wares": {"sample": 0.5}}))
-    with pytest.raises((ValueError, SaveFailedError), match="the columns of table 'wares' lie on several ranks"):
+    with pytest.raises((ValueError, SaveFailedError), match="the columns of table 'wares' are split over ranks"):
         saver.save("ckpt_1")
 
 

@@ -299,7 +299,7 @@ def test_a_live_table_of_another_optimizer_leaves_the_settings_of_the_others_to_
     saver, optimizers = made(optim.AdamW)
     saver.load()
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.7, 0.1]
-    assert "sparse optimizer: ['other'] had other slots; the hyper-parameters here stay" in caplog.text
+    assert "sparse optimizer: ['other'] had other slots; this run's hyper-parameters stay" in caplog.text
 
 
 @pytest.mark.parametrize("of", [torch.optim.SparseAdam, torch.optim.Adagrad])

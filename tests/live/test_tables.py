@@ -104,7 +104,7 @@ def test_two_savers_of_the_same_tables_count_each_for_itself(tmp_path):
 
 def test_tables_of_another_model_and_a_live_one_with_the_name_of_one_of_ours_are_refused(tmp_path):
     for tables, error, message in (
-        (made()[2], ValueError, "found those of another one: give live_tables and Saver the same"),
+        (made()[2], ValueError, "found live tables of another model: give live_tables and Saver the same"),
         ({}, TypeError, "found a dict"),
     ):
         with pytest.raises(error, match=message):
@@ -156,7 +156,7 @@ def test_a_delta_holds_all_rows_of_a_table_that_was_not_live_in_its_base(tmp_pat
         ({"optimizers": None}, TypeError, "optimizers must be optimizers of torch, found a NoneType"),
         ({"min_rows": 0}, ValueError, "min_rows"),
         ({"names": ["users"]}, TypeError, "names must be a dict, path of a module -> name of its table, found"),
-        ({"names": {"users": ""}}, ValueError, "a table name is a non-empty string"),
+        ({"names": {"users": ""}}, ValueError, "a table name must be a non-empty string"),
         ({"names": {"users.weight": "u"}}, LiveTableError, "'users.weight' is not .*; did you mean 'users'?"),
         ({"exclude": "users"}, TypeError, "exclude must be a list of paths"),
         ({"marks": None}, TypeError, "marks must be 'auto' or 'fingerprints', or a dict, .*, found None"),

@@ -82,7 +82,7 @@ def test_the_state_of_an_optimizer_before_its_first_step_begins_anew(tmp_path):
     other.train(2)
     report = other.saver.load()
     assert not other.tables["users"].slots["sparse_adam_exp_avg"].any()
-    assert "'row_optim' there has no such state of 'users.weight'" in str(report)
+    assert "'row_optim' in the checkpoint has no such state of 'users.weight'" in str(report)
 
 
 def test_the_state_of_an_optimizer_of_another_class_is_not_taken(tmp_path):

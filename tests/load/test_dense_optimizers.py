@@ -176,7 +176,7 @@ def test_an_optimizer_or_state_that_is_named_without_its_parameters_warns_that_t
     new = loaded(tmp_path, [entry(old, load=["head.weight@dense_optim"])])
     assert state(new, "head.weight") is None
     assert any("comes with its parameters only" in text for text in new.report.warnings)
-    warning = "'load': 'dense_optim' means the settings of the optimizer; the state of a parameter comes with it"
+    warning = "'load': 'dense_optim' means the settings of the optimizer; a parameter's state comes with the parameter"
     new = loaded(tmp_path, [entry(old, load=["dense_optim"])])
     assert [text for text in new.report.warnings if warning in text]
     new = loaded(tmp_path, [entry(old, load=["dense_optim", "head.weight"])])

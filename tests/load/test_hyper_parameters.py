@@ -243,7 +243,7 @@ def test_a_run_that_resumes_by_its_bank_may_keep_its_own_too_and_once_they_are_r
     assert run.rates == [0.01, 0.01]
     late = Run(tmp_path, 0.01)
     late.manager.load_model_bank([])
-    with pytest.raises(ValueError, match="load_model_bank has restored the run already"):
+    with pytest.raises(ValueError, match="load_model_bank has already restored the run"):
         late.manager.restore(hyper_parameters="keep")
 
 

@@ -137,8 +137,8 @@ def test_names_may_be_listed_by_hand_and_lines_that_are_none_are_refused():
     assert lines == ['a@adam\tdense_opt\tplain data\t\tb\t"c\\td"', "e@adam\tdense_opt\tplain data"]
     assert listed_inventory(lines) == things
     for line, message in (
-        ("a\tdens", "'a' is of no group 'dens'; groups are sparse, dense"),
-        ("a\tdense\tfloat32\t2x3", "'a' has no shape '2x3'"),
+        ("a\tdens", "'a' has unknown group 'dens'; groups are sparse, dense"),
+        ("a\tdense\tfloat32\t2x3", "'a' has the invalid shape '2x3'"),
         ('"a\tdense', "is not a JSON string"),
     ):
         with pytest.raises(LoadConfError, match=message):

@@ -326,7 +326,7 @@ def test_after_layers_were_reordered_what_goes_by_their_places_starts_fresh_and_
     for name in ("one.weight", "two.bias"):
         state = (frozen(each.optim.state[each.model.get_parameter(name)]) for each in (old, new))
         assert next(state) == next(state)
-    line = "'opt': 'inner' in its state, which belongs to no one parameter, starts fresh"
+    line = "'opt': 'inner' in its state, which belongs to no single parameter, starts fresh"
     assert [text for text in report.warnings if line in text]
     assert [record for record in caplog.records if line in record.getMessage() and record.levelno == logging.WARNING]
 
@@ -380,7 +380,7 @@ def test_lbfgs_starts_fresh_where_they_do_not_and_the_load_says_so(tmp_path, cap
     descended(build(tmp_path, make=lbfgs), 2).save("c")
     new = build(tmp_path, make=lbfgs, **options)
     report = new.load(load_conf={"strict": False})
-    line = "'opt' starts fresh: it goes by the places of the parameters, which are others here"
+    line = "'opt' starts fresh: it depends on the order of the parameters, which differs here"
     assert line in report.warnings
     assert line in caplog.text
     assert not any(new.optim.state.values())

@@ -158,7 +158,9 @@ def test_where_dense_is_named_names_match_both_ways():
 
 def test_what_the_checkpoint_has_beyond_the_model_is_a_warning():
     _, problems = planned(dense("a"), ({}, {**table("u"), **dense("a", *(f"x{i}" for i in range(9)))}))
-    assert problems.warnings == ["bank[0]: ckpt0 has what is not in the model: 'u', 'x0', 'x1', 'x2', 'x3' and 5 more"]
+    assert problems.warnings == [
+        "bank[0]: ckpt0 has names that are not in the model: 'u', 'x0', 'x1', 'x2', 'x3' and 5 more"
+    ]
 
 
 def test_a_strict_entry_is_content_where_another_has_the_name_and_where_another_wins():
@@ -281,7 +283,7 @@ def test_a_filter_looks_at_one_number_a_row_of_the_tables_that_are_taken():
     assert planned(model, (where, there))[1].conf == ["bank[0]: 'where': ckpt0 has no 'u@frequency'"]
     assert not planned(model, ({**where, "ignore_error": True}, there))[1].conf
     _, problems = planned(model, ({"where": {"embedding": {"min": 0}}, "load": ["t"], "ignore_error": True}, there))
-    assert problems.conf == ["bank[0]: 'where': 't@embedding' is float32 (4,), expected one number a row"]
+    assert problems.conf == ["bank[0]: 'where': 't@embedding' is float32 (4,), expected one number per row"]
 
 
 # slots with one value for each range of columns, between tables that were divided otherwise
@@ -312,7 +314,7 @@ def test_a_cast_is_asked_for_beside_and_values_of_ranges_that_nobody_has_named_a
         regrouped(divided(TWO), divided((), "float16"), convert=True)
     item = regrouped(divided(TWO), divided((), "float16"), convert=True, on_mismatch="cast")
     assert item.conversion.endswith(", cast float32 -> float16")
-    with pytest.raises(StateMismatchError, match="of ranges of columns that are not known"):
+    with pytest.raises(StateMismatchError, match="in unknown ranges of columns"):
         regrouped(divided((), shape=(2,)), divided(TWO), convert=True)
 
 

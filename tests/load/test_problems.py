@@ -43,7 +43,7 @@ def test_the_example_is_the_action_that_keeps_most(name, saved, live, action):
 def test_of_a_resize_the_advice_says_what_it_keeps():
     longer = (Name("dense", "w"), ("float32", (2, 4)), ("float32", (3, 4)))
     wider = (Name("dense", "w"), ("float32", (2, 4)), ("float32", (2, 5)))
-    kept = "'resize' keeps the values at equal positions, of a tensor its first rows"
+    kept = "'resize' keeps the values at equal positions; of a tensor, the first rows"
     assert advised(OWN, longer).startswith(f"{kept}: say in 'on_mismatch'")
     assert kept not in advised(OWN, wider)
 
@@ -74,7 +74,7 @@ def test_a_table_that_is_called_as_a_group_can_be_left_out_and_a_warning_says_ho
     plan = saver.plan([{"path": tmp_path, "exclude": [name]}])
     [warning] = [text for text in plan.warnings if "group" in text]
     assert warning.endswith(
-        f"'exclude': {name!r} means the group; what is called so is meant by '[{name[0]}]{name[1:]}'"
+        f"'exclude': {name!r} means the group; for an object of this name, write '[{name[0]}]{name[1:]}'"
     )
     assert f"{name}@embedding" in {item.name.text for item in plan.taken}
     report = saver.load_by_config([{"path": tmp_path, "exclude": [f"[{name[0]}]{name[1:]}"]}])

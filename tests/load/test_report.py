@@ -61,7 +61,7 @@ def test_a_path_stands_once_whatever_is_missing_there(shown):
     paths = "runs/a", "runs/a/b"
     reasons = f"{paths[1]} has no 'x'; {paths[0]} has no 'x'", f"not in {paths[1]}"
     items = *(Planned(Name("dense", f"w{n}"), reason=reason) for n, reason in enumerate(reasons)), ITEMS[5]
-    text = shown(LoadPlan(items, paths, (f"bank[1]: {paths[1]} has what is not in the model",)))
+    text = shown(LoadPlan(items, paths, (f"bank[1]: {paths[1]} has names that are not in the model",)))
     assert (text.count("runs/a/b"), text.count("runs/a")) == (1, 2)
     assert "not in [1]" in text
 

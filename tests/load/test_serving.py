@@ -137,7 +137,7 @@ def test_a_part_is_loaded_by_a_load_conf(tmp_path):
     [
         (
             *(ClickModel, ".", {"load": ["sparse", "sparse_opt", "io_state"]}, LoadConfError),
-            r"only training needs 'sparse_opt', 'io_state': Saver.load takes that",
+            r"only training needs 'sparse_opt', 'io_state': use Saver.load for that",
         ),
         (ClickModel, ".", {"lod": ["*"]}, LoadConfError, "unknown key 'lod'"),
         (dict, ".", None, TypeError, r"model must be a torch.nn.Module, found a dict"),
@@ -199,7 +199,7 @@ def test_only_what_changes_look_ups_is_warned_of(tmp_path, caplog):
     [warning] = [record.message for record in caplog.records if record.levelno > logging.INFO]
     assert "without 70 rows" in warning
     assert "embedding narrower than float32" in warning
-    assert warning.endswith("its rows are not, bit for bit, those that were trained")
+    assert warning.endswith("its rows do not match the trained rows bit for bit")
     assert "exp_avg" not in warning
 
 

@@ -144,7 +144,7 @@ def test_the_next_save_is_full_and_those_after_it_are_deltas_and_a_restore_has_t
 def test_a_restore_ends_what_was_begun_which_a_load_of_one_rank_refuses(root, monkeypatch):
     begin_to_forget(root, monkeypatch)
     run = Managed(root)
-    with pytest.raises(RecckptError, match=r"a request to forget ids that is not ended.*manager\.restore"):
+    with pytest.raises(RecckptError, match=r"an unfinished request to forget ids.*manager\.restore"):
         run.saver.load()
     assert len(run.user) == 0
     assert run.manager.restore() == 4
@@ -183,7 +183,7 @@ def test_what_was_loaded_by_the_path_of_the_own_output_dir_before_others_forgot_
     run = Managed(root)
     run.saver.load_by_config([{"path": str(root / path), "load": ["*"]}])
     forget(str(root), "user", GONE)
-    with pytest.raises(WriterFencedError, match="may hold the ids"):
+    with pytest.raises(WriterFencedError, match="may contain the ids"):
         run.saver.save("ckpt_9", step=9)
 
 
@@ -232,7 +232,7 @@ def test_what_was_read_into_a_model_before_others_forgot_is_not_saved_by_a_saver
         if read == "again":
             saver.save("ckpt_9", step=9, overwrite=True)
         else:
-            with pytest.raises(WriterFencedError, match="may hold the ids"):
+            with pytest.raises(WriterFencedError, match="may contain the ids"):
                 saver.save("ckpt_9", step=9)
     assert is_absent(root)
 
@@ -288,7 +288,7 @@ def test_wrong_input_is_refused_before_anything_changes(root):
     before = tree(root)
     for kind, said, table, ids in [
         (ValueError, "no table 'users'", "users", GONE),
-        (ValueError, "one at least", "user", torch.empty(0, dtype=torch.int64)),
+        (ValueError, "at least one id", "user", torch.empty(0, dtype=torch.int64)),
         (TypeError, "float32", "user", torch.ones(2)),
     ]:
         with pytest.raises(kind, match=said):
@@ -347,7 +347,7 @@ def test_ranks_forget_together_and_refuse_together(tmp_path):
         run.manager.step()
         run.fill([5, 200], 2.0)
         run.manager.step()
-        with pytest.raises(RecckptError, match="rank 1: it was given other ids"):
+        with pytest.raises(RecckptError, match="rank 1: rank 0 has other ids"):
             run.manager.forget("user", ids_at(rank))
         n_rows = len(run.user)
         done = run.manager.forget("user", GONE)
@@ -369,13 +369,13 @@ def test_a_damaged_request_is_told_and_stops_no_training(root, monkeypatch, capl
     begin_to_forget(root, monkeypatch)
     [path] = (root / ".recckpt" / "forget").glob("*.json")
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CorruptCheckpointError, match="remove it, and ask again"):
+    with pytest.raises(CorruptCheckpointError, match="remove this file, and repeat the request"):
         forget(str(root), "user", GONE)
     assert any("a damaged request" in left.what for left in repair(str(root), clean=True).leftovers)
     run = Managed(root)
     with caplog.at_level(logging.ERROR):
         assert run.manager.restore() == 4
-    assert "remove it, and ask again" in caplog.text
+    assert "remove this file, and repeat the request" in caplog.text
     run.manager.step()
     path.unlink()
     forget(str(root), "user", GONE)

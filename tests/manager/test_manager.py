@@ -98,7 +98,7 @@ ENDLESS.append(ENDLESS)
         ({"state": {"a": b"1"}}, ValueError, r"state\['a'\]: found b'1', expected a name and a number, string"),
         ({"state": {"a": {"b": [object()]}}}, ValueError, r"state\['a'\]\['b'\]\[0\]: a builtins.object cannot"),
         ({"state": {"a": {1: 2}}}, ValueError, r"state\['a'\]\[1\]: expected a name"),
-        ({"state": {"a": ENDLESS}}, ValueError, "it holds itself, or is nested more than 8 deep"),
+        ({"state": {"a": ENDLESS}}, ValueError, "the value contains itself, or is nested more than 8 deep"),
         ({"state": {1: 2}}, ValueError, r"state\[1\]: expected a name"),
         ({"state": {"a": torch.ones(2)}}, ValueError, r"state\['a'\]: found tensor"),
         ({"state": [1]}, TypeError, r"state must be a mapping of names to values, or None, found \[1\]"),
@@ -176,7 +176,7 @@ def test_saving_twice_on_one_step_is_one_checkpoint(tmp_path, caplog):
     before = tree(tmp_path)
     assert manager.save() is None
     assert tree(tmp_path) == before
-    assert "ckpt_5 is saved already" in caplog.text
+    assert "ckpt_5 is already saved" in caplog.text
     restored, _ = small(tmp_path, interval=5)
     restored.restore()
     assert restored.save() is None
@@ -286,7 +286,7 @@ def test_where_there_is_nothing_a_run_starts_from_0_and_says_so_unless_there_has
     assert manager.global_step == 0
     with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint to restore"):
         manager.restore(required=True)
-    with pytest.raises(CheckpointNotFoundError, match="'ckpt_7'; there are none"):
+    with pytest.raises(CheckpointNotFoundError, match="'ckpt_7'; there are no checkpoints"):
         manager.restore(7)
 
 

@@ -70,7 +70,7 @@ def test_damaged_checkpoints_are_no_steps_and_where_there_are_only_those_it_is_a
     run.train(2)
     flip_bit(tmp_path / "run/ckpt_2/manifest.json")
     assert run.manager.latest_step() == 1
-    assert "ckpt_2 is damaged and passed over" in caplog.text
+    assert "ckpt_2 is damaged and skipped" in caplog.text
     flip_bit(tmp_path / "run/ckpt_1/manifest.json")
     with pytest.raises(CorruptCheckpointError):
         run.manager.latest_step()
@@ -149,7 +149,7 @@ def test_ranks_that_name_other_steps_save_nothing_and_one_that_is_to_end_is_enou
         if rank == 1:
             run.manager._autosave._signals._has_ended = True
         known = run.manager.reached_preemption(), run.manager.should_save(step=3)
-        with pytest.raises(RecckptError, match="all ranks save the same"):
+        with pytest.raises(RecckptError, match="all ranks must save the same checkpoint"):
             run.manager.save(step=5 + rank)
         return known
 
@@ -231,7 +231,7 @@ def test_what_near_saves_stand_on_stays_until_the_next_checkpoint(tmp_path):
     run = NearRun(tmp_path, max_keep=None, deltas=Deltas(full_every=1)).put(_1=1.0, **others).step()
     run.put(_1=2.0).step().save().put(_1=3.0).step()
     assert run.manager.all_steps() == [1, 2]
-    with pytest.raises(CheckpointInUseError, match="near saves stand on it; save once more"):
+    with pytest.raises(CheckpointInUseError, match="near saves are based on it; save once more"):
         run.manager.delete(2)
     run.save().manager.delete(2)
     assert run.manager.all_steps() == [1, 3]
@@ -255,7 +255,7 @@ def test_ranks_delete_together_and_refuse_together(tmp_path):
     assert rest == others == [[1, 2, 4], "full"]
     assert "is not deleted" in of_first[0]
     assert "is not deleted" in of_second[0]
-    assert all("all ranks name the same step" in errors[1] for errors in (of_first, of_second))
+    assert all("pass the same step on all ranks" in errors[1] for errors in (of_first, of_second))
 
 
 # the end of a run that is to end

@@ -268,7 +268,7 @@ def test_damage_of_a_link_passes_over_all_that_stand_on_it_and_says_which(tmp_pa
     run = Resumed(tmp_path)
     assert run.manager.restore() == restored
     assert run.bases == [(f"ckpt_{restored}", run.table)]
-    what = "ckpt_5 is damaged" if damaged == "ckpt_5" else f"ckpt_5 stands on {damaged}, which is damaged"
+    what = "ckpt_5 is damaged" if damaged == "ckpt_5" else f"ckpt_5 is based on {damaged}, which is damaged"
     said = [record.message for record in caplog.records if "is damaged" in record.message]
     assert len(said) == 1, "links are read once"
     assert f"{what}, restoring ckpt_{restored} instead: {damaged}/sparse/" in said[0]

@@ -125,7 +125,7 @@ def test_a_damaged_note_is_named_and_written_anew_by_the_next_run(tmp_path, cont
     note.write_text(content)
     [host] = noted_hosts(output_dir(tmp_path))
     assert host.host == note.stem
-    assert "the next near save on that host notes it again" in host.damage
+    assert "the next near save on that host writes it again" in host.damage
     NearRun(tmp_path).restore().put(_4=4.0).save().put(_5=5.0).step()
     assert notes(tmp_path) == [note]
     assert noted(tmp_path) == ["near"]

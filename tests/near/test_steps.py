@@ -74,7 +74,7 @@ def test_near_saves_that_are_due_by_event_time_count_from_the_first_that_is_know
 @pytest.mark.parametrize(
     ("near", "said"),
     [
-        ({"interval": 20}, "every 20 steps, copies=1 where there are several hosts"),
+        ({"interval": 20}, "every 20 steps, copies=1 if there are several hosts"),
         ({"copies": 2, "interval": EverySeconds(10)}, f"(interval={EverySeconds(10)!r}), copies=2"),
         (None, ""),
     ],

@@ -79,7 +79,7 @@ REFUSED = {
         [A, replace(B, tables=(B.tables[0].but(live=LiveLayout(9, ((0, 1), (1, 2)))),))],
         r"found a/ with table 'item' not live, expected live, of 9 rows and columns \[\[0, 1\], \[1, 2\]\], as in",
     ),
-    "a table that the parent lacks": ([replace(A, tables=()), B], "found a/ with no table 'item', expected it"),
+    "a table that the parent lacks": ([replace(A, tables=()), B], "found a/ with no table 'item', expected this table"),
 }
 
 

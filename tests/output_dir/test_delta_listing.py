@@ -104,11 +104,11 @@ def test_a_delta_that_was_copied_alone_says_what_is_missing_and_how_to_make_a_wh
     with pytest.raises(CorruptCheckpointError) as caught:
         open_checkpoint(str(alone))
     assert str(caught.value) == (
-        "place/manifest.json at chain: found no b/, a/ beside it, expected what this delta stands on; copy its links "
-        "too, or make a whole one of it where they are: `recckpt compact DIR c --out OTHER`"
+        "place/manifest.json at chain: found no b/, a/ beside it, expected the base of this delta; copy its links "
+        "too, or make it a full checkpoint beside them: `recckpt compact DIR c --out OTHER`"
     )
     with pytest.raises(
-        CorruptCheckpointError, match=r"links too, or make a whole one .*`recckpt compact DIR c --out OTHER`"
+        CorruptCheckpointError, match=r"links too, or make it a full checkpoint .*`recckpt compact DIR c --out OTHER`"
     ):
         locate_path(str(alone.parent))
     shutil.copytree(chain[1].directory, alone.parent / "b")

@@ -104,7 +104,7 @@ def test_a_writer_whose_output_dir_was_made_anew_is_fenced(tmp_path):
     new = Fence(open_storage(str(tmp_path / "runs")))
     new.hold()
     assert new.epoch == 1
-    with pytest.raises(WriterFencedError, match="is gone or another's"):
+    with pytest.raises(WriterFencedError, match="is gone or replaced"):
         Fence.check(old)
 
 
@@ -113,7 +113,7 @@ def test_saving_goes_on_once_an_output_dir_that_was_removed_is_there_again(tmp_p
     saver.save("a")
     (tmp_path / "runs").rename(tmp_path / "away")
     for _ in range(2):
-        with pytest.raises(SaveFailedError, match=r"the directory is gone: .* saves go on once it is there again"):
+        with pytest.raises(SaveFailedError, match=r"the directory is gone: .* saves continue once it is back"):
             saver.save("b")
         assert not (tmp_path / "runs").exists()
     (tmp_path / "away").rename(tmp_path / "runs")  # as a mount that is there again
@@ -121,7 +121,7 @@ def test_saving_goes_on_once_an_output_dir_that_was_removed_is_there_again(tmp_p
     shutil.rmtree(tmp_path / "runs")
     (tmp_path / "runs").mkdir()
     assert saver.save("c").epoch == 2  # never one that was its own before
-    assert "was emptied or made anew since the last save" in caplog.text
+    assert "was emptied or created again since the last save" in caplog.text
     assert [c.ckpt_id for c in list_checkpoints(saver.storage).committed] == ["c"]
 
 
@@ -223,7 +223,7 @@ def test_a_late_commit_is_ignored_by_readers_and_its_writer_is_told(url, caplog)
     assert listing.damaged == {}
     if "memory://" in url:  # elsewhere it has no directory to put a manifest into any more
         assert list(listing.fenced) == ["ckpt_2"]
-        assert "by the writer of epoch 1 after that of epoch 2 had taken over" in caplog.text
+        assert "by the writer of epoch 1 after the writer of epoch 2 had taken over" in caplog.text
 
 
 def test_what_was_committed_before_the_takeover_counts_after_it_and_what_dead_writers_left_goes(storage):

@@ -66,7 +66,7 @@ def test_a_commit_waits_no_longer_than_the_timeout_over_all_files(tmp_path, seen
     message = f"found {problem}, 5 bytes were written|found {problem}, 5 were written"
     with pytest.raises(OSError, match=message) as failed:
         commit(storage, record)
-    assert f"looking for up to {timeout_sec:g} s for what was written failed" in str(failed.value)
+    assert f"looking for up to {timeout_sec:g} s for written files failed" in str(failed.value)
     assert f"{tmp_path}/c/{FILES[1]}" in str(failed.value)
     assert isinstance(failed.value, FileNotFoundError) == (seen is None)
     assert storage.waited <= timeout_sec
@@ -110,7 +110,7 @@ def test_a_rank_that_sees_another_output_dir_says_so(storage):
     other = replace(intent, directory="d", save_id="0" * 32)
     storage.make_dir("d")
     write_intent(storage, other)
-    with pytest.raises(FileNotFoundError, match=f"found that of save {'0' * 32}, rank 0 has written"):
+    with pytest.raises(FileNotFoundError, match=f"found the file of save {'0' * 32}, rank 0 has written"):
         Lookout(storage, storage.visible, nobody).check_intent(replace(other, save_id="1" * 32))
 
 

@@ -28,7 +28,7 @@ def test_it_counts_back_from_the_newest(url):
 def test_one_that_is_older_than_all_is_named_with_those_that_there_are(url):
     saved(url, 1, 2)
     with pytest.raises(
-        CheckpointNotFoundError, match=r"'latest~2', which is older than all 2; there are 'ckpt_1', 'ckpt_2'"
+        CheckpointNotFoundError, match=r"'latest~2': there are only 2 checkpoints; there are 'ckpt_1', 'ckpt_2'"
     ):
         CheckpointReader(f"{url}/latest~2")
 

@@ -27,7 +27,7 @@ def test_an_empty_output_dir_has_no_checkpoints(storage, tmp_path):
         is_there = place is storage
         with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint" if is_there else "does not exist"):
             newest(place)
-        with pytest.raises(CheckpointNotFoundError, match="there are none" if is_there else "does not exist"):
+        with pytest.raises(CheckpointNotFoundError, match="there are no checkpoints" if is_there else "does not exist"):
             locate(place, "ckpt_1")
 
 
@@ -146,7 +146,7 @@ def test_a_path_is_a_checkpoint_or_an_output_dir_and_a_message_says_which_there_
         open_checkpoint(storage.url)
     with pytest.raises(CheckpointNotFoundError, match="'c'; there are 'a', 'b'"):
         locate(storage, "c")
-    assert describe([]) == "there are none in this output dir"
+    assert describe([]) == "there are no checkpoints in this output dir"
     assert read_checkpoint(storage, "nothing") is None
 
 

@@ -136,7 +136,7 @@ def test_a_directory_that_is_a_link_out_is_neither_read_nor_written(runs, tmp_pa
     before = tree(outside)
     run = Run(runs, max_keep=1)
     if name == "ckpt_20":
-        with pytest.raises(CorruptCheckpointError, match=r"found unsafe path: a symbolic link.* move it back"):
+        with pytest.raises(CorruptCheckpointError, match=r"found unsafe path: a symbolic link.* move the target back"):
             run.manager.restore(20)
         assert run.manager.restore() == 10
         run.train(10)

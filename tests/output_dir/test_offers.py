@@ -189,7 +189,7 @@ def test_an_offer_that_is_damaged_or_was_never_finished_is_refused(run, fence, c
 def test_an_offer_of_a_delta_whose_chain_is_broken_is_refused(run, fence, caplog):
     offered(run)
     Path(run.url, "ckpt_1", "sparse", "00000-of-00002.json").write_text("{}")
-    refused_for(run, fence, caplog, "counts here")
+    refused_for(run, fence, caplog, "no valid delta")
 
 
 def test_an_offer_of_a_delta_that_was_committed_too_late_is_not_adopted(run, fence):

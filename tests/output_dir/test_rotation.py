@@ -268,7 +268,7 @@ def test_a_form_is_read_once_more_before_what_it_replaces_goes(local, replaced, 
     saver.save("c")
     assert sorted(attempt_dirs(local)) == ["a", "b", "c"]
     assert (rows_of(local, "a"), rows_of(local, "b")) == expected
-    assert f"{replaced.name} is damaged and removed; what it was to replace stays" in caplog.text
+    assert f"{replaced.name} is damaged and removed; the superseded checkpoint stays" in caplog.text
     saver.save("d")
     assert sorted(attempt_dirs(local)) == ["c", "d"]
 

@@ -29,14 +29,14 @@ def test_a_policy_is_a_value_for_which_an_argument_may_stand():
     [
         (Deltas(), None, 0, 100, "there is no checkpoint to count changes from"),
         (Deltas(), chain(), 50, 100, None),
-        (Deltas(), chain(), 51, 100, "51 of 100 rows have changed, more than the part 0.5 (max_dirty)"),
+        (Deltas(), chain(), 51, 100, "51 of 100 rows have changed, more than a share of 0.5 (max_dirty)"),
         (Deltas(), chain(), 0, 0, "there are no rows"),  # and a delta would save nothing
         (Deltas(3), chain(2), 1, 100, None),
-        (Deltas(3), chain(3), 1, 100, "3 deltas since the last full one, the most is 3 (full_every)"),
+        (Deltas(3), chain(3), 1, 100, "3 deltas since the last full checkpoint, the limit is 3 (full_every)"),
         (Deltas(), chain(1, FULL), 1, 100, None),
         (
             *(Deltas(), chain(1, FULL + 1), 1, 100),
-            "1001 bytes of deltas on 1000 of the full one, the most is 1.0 times as many (max_chain_bytes)",
+            "1001 bytes of deltas, 1000 of the full checkpoint, the limit is 1.0 times that (max_chain_bytes)",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_an_audit_that_was_changed_is_found_and_nothing_is_noted_in_it(root):
         [problem] = problems(root)
         assert re.match(r"forgotten.jsonl forgotten.jsonl at line [1-4]: found", problem)
     before = sorted(path for path in root.rglob("*") if path.is_file())
-    with pytest.raises(CorruptCheckpointError, match="move the file away, and keep it"):
+    with pytest.raises(CorruptCheckpointError, match="move the file elsewhere and keep it"):
         forget(str(root), "user", ids_at(3))
     assert path.read_bytes() == damaged
     assert sorted(path for path in root.rglob("*") if path.is_file()) == before
@@ -86,7 +86,9 @@ def test_nothing_is_copied_from_or_added_to_an_output_dir_where_ids_are_yet_to_b
         lambda: recckpt.rewrite.compact(str(root), adopt=True),
         lambda: import_checkpoint(str(tmp_path / "model.pt"), str(root), step=77),
     ):
-        with pytest.raises(RecckptError, match=r"runs: found a request to forget ids .*run `recckpt forget DIR` first"):
+        with pytest.raises(
+            RecckptError, match=r"runs: found an unfinished request to forget ids, .*run `recckpt forget DIR` first"
+        ):
             copy()
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
     forget(str(root), "user", ids_at(51))

@@ -326,7 +326,7 @@ def test_what_was_begun_is_ended_by_the_next_call(root, monkeypatch):
 
 WRONG = [
     (lambda root: forget(str(root), "users", [1]), ValueError, "no table 'users'.*did you mean 'user'"),
-    (lambda root: forget(str(root), "user", []), ValueError, "one at least, found none"),
+    (lambda root: forget(str(root), "user", []), ValueError, "at least one id to forget, found none"),
     (lambda root: forget(str(root), "user", [1.5]), TypeError, "int64, found float64"),
     (lambda root: forget(str(root), "user", ["1"]), TypeError, "int64, found"),
     (lambda root: forget(str(root), "user", [True]), TypeError, "int64, found bool"),
@@ -334,7 +334,11 @@ WRONG = [
     (lambda root: forget(str(root), "user", [2**64]), ValueError, "int64"),
     (lambda root: forget(str(root), "user", [2**63]), ValueError, "int64"),
     (lambda root: forget(str(root), "user", np.ones((2, 2), np.int64)), ValueError, r"found \(2, 2\)"),
-    (lambda root: forget(str(root / "ckpt_1"), "user", [1]), CheckpointNotFoundError, "directory of one itself"),
+    (
+        lambda root: forget(str(root / "ckpt_1"), "user", [1]),
+        CheckpointNotFoundError,
+        "itself the directory of a checkpoint",
+    ),
     (lambda root: forget(str(root / "nowhere"), "user", [1]), CheckpointNotFoundError, "does not exist"),
     (lambda root: finish(str(root / "nowhere")), CheckpointNotFoundError, "does not exist"),
 ]

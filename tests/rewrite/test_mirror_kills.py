@@ -217,7 +217,7 @@ def live(tmp_path, to, options, n_saves, n_kills):
                     said == "killed"
                     or said.startswith("copied")
                     or "CheckpointRemovedError" in said
-                    or ("is not ended" in said)
+                    or ("an unfinished request" in said)
                 ), said
                 check_whole(to)
         made.begin(0)

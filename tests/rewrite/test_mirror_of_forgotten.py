@@ -101,7 +101,7 @@ def test_nothing_is_copied_while_ids_wait_to_be_forgotten(run, to):
     recckpt.rewrite.forget(run, "user", GONE)
     name = next(iter(requests(request)))
     (run / layout.forget_request(name)).write_bytes(b"{}")
-    with pytest.raises(RecckptError, match="a request to forget ids that is not ended"):
+    with pytest.raises(RecckptError, match="an unfinished request to forget ids"):
         recckpt.rewrite.mirror(run, to)
     assert not to.exists()
 

@@ -245,7 +245,7 @@ def test_nobody_saves_in_a_mirror_until_its_note_is_gone_and_then_it_is_none(run
     following = Mirror(run, to)
     following.update()
     before = tree(to)
-    what = f"{to} is a mirror of {run}, in which nothing is saved.*remove .recckpt/mirror.json there"
+    what = f"{to} is a mirror of {run}, and must not be saved to.*remove .recckpt/mirror.json there"
     writers = (
         lambda: ForgettingRun(to),
         lambda: CheckpointManager.attach(torch.nn.Linear(1, 1), output_dir=str(to), save_interval=1),
@@ -318,7 +318,7 @@ def test_the_note_of_a_mirror_that_is_damaged_or_newer_is_in_the_way_of_all_who_
     for data in (b"", good[:-9], flip, other, b"[]"):
         note.write_bytes(data)
         for write in (lambda: recckpt.rewrite.mirror(run, to), lambda: ForgettingRun(to)):
-            with pytest.raises(CorruptCheckpointError, match=r"mirror\.json.*if a mirror lies here, remove it"):
+            with pytest.raises(CorruptCheckpointError, match=r"mirror\.json.*if this directory is a mirror, remove it"):
                 write()
     note.write_bytes(good.replace(b'"version": 1', b'"version": 2'))
     with pytest.raises(FormatVersionError):

@@ -223,7 +223,7 @@ def test_an_error_that_came_after_the_limit_of_a_wait_is_still_told(tmp_path, ga
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create", OSError(5, "broken"))
     handle = saver.save_async("c")
-    with pytest.raises(TimeoutError, match=r"saving 'c' has not ended after 0\.01 s; it goes on"):
+    with pytest.raises(TimeoutError, match=r"saving 'c' has not ended after 0\.01 s; the save continues"):
         handle.wait(0.01)
     writing.open()
     with pytest.raises(SaveFailedError):

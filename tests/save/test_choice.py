@@ -96,7 +96,7 @@ def test_a_table_of_which_nothing_is_left_out_is_saved_as_it_is():
         ({"store": "bfloat16"}, "Choose: store must be a dict"),
         ({"store": {"*": "int8"}}, r"store\['\*'\]: found 'int8', expected one of float16"),
         ({"store": {"*@embedding": "bfloat61"}}, "did you mean 'bfloat16'"),
-        ({"store": {"*@*": "bfloat16"}}, "user@count is int64, found 'bfloat16': it can be stored as it is only"),
+        ({"store": {"*@*": "bfloat16"}}, "user@count is int64, found 'bfloat16': it can only be stored unchanged"),
         ({"store": {"*@embedding": "float64"}}, "user@embedding is float32, found 'float64': .* float16 or bfloat16"),
     ],
 )
@@ -109,13 +109,13 @@ def test_what_cannot_be_saved_is_refused_before_an_output_dir_is_made(tmp_path, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"slots": ["*@cuont"]}, r"Choose: slots: '\*@cuont' is nothing that the model has"),
+        ({"slots": ["*@cuont"]}, r"Choose: slots: '\*@cuont' matches nothing in the model"),
         ({"slots": ["user@cuont"]}, "did you mean 'user@count'"),
-        ({"slots": ["count"]}, r"'\*@count' is that slot of all tables"),
-        ({"where": {"users": {"count": {"min": 2}}}}, "Choose: where: 'users' is nothing .* did you mean 'user'"),
+        ({"slots": ["count"]}, r"'\*@count' means this slot of all tables"),
+        ({"where": {"users": {"count": {"min": 2}}}}, "Choose: where: 'users' matches nothing .* did you mean 'user'"),
         ({"where": {"user": {"cuont": {"min": 2}}}}, "table 'user' has no slot 'cuont'.* did you mean 'count'"),
-        ({"where": {"user": {"embedding": {"min": 2}}}}, "expected one number a row"),
-        ({"store": {"*@avg": "bfloat16"}}, r"store: '\*@avg' is nothing that the model has"),
+        ({"where": {"user": {"embedding": {"min": 2}}}}, "expected one number per row"),
+        ({"store": {"*@avg": "bfloat16"}}, r"store: '\*@avg' matches nothing in the model"),
     ],
 )
 def test_what_is_said_of_nothing_is_refused_at_the_first_save_and_writes_nothing(tmp_path, options, said):
@@ -137,7 +137,7 @@ def test_a_number_that_the_narrower_dtype_does_not_hold_fails_the_save(tmp_path)
     table = table_of()
     saver = Saver(model_of(table), output_dir=str(tmp_path), choose=Choose(store={"*@embedding": "float16"}))
     table.insert(torch.tensor([3]), torch.full((1, 4), 1e6))
-    with pytest.raises(SaveFailedError, match=r"found 1e\+06, expected numbers that float16 holds.*bfloat16"):
+    with pytest.raises(SaveFailedError, match=r"found 1e\+06, expected numbers within the range of float16.*bfloat16"):
         saver.save("a")
     table.insert(torch.tensor([3]), torch.full((1, 4), float("inf")))  # which float16 has
     assert saver.save("b").rows == 10
@@ -173,5 +173,5 @@ def test_the_counts_of_ids_that_wait_are_reduced_where_they_are_named(tmp_path):
 def test_a_pattern_that_means_such_counts_alone_is_refused(tmp_path):
     table = HashTable(4, name="user", admit=MinCount(3))
     saver = Saver(model_of(table), output_dir=str(tmp_path), choose=Choose(where={"*.candidates": [1, 2]}))
-    with pytest.raises(ValueError, match=r"Choose: where: '\*.candidates' is nothing that the model has"):
+    with pytest.raises(ValueError, match=r"Choose: where: '\*.candidates' matches nothing in the model"):
         saver.save("a")

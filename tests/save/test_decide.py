@@ -129,7 +129,7 @@ def test_owners_are_compared_over_tables_that_some_ranks_have_beside_others():
     both, one = ("t", "u"), ("t",)
     halves = [{gen_slice(0, 2): both}, {gen_slice(1, 2): one}]
     assert why_shared(halves) is None
-    assert why_shared([*halves, {None: ("u",)}]).startswith("table 'u': ranks 0 and 2 own the same ids: an id")
+    assert why_shared([*halves, {None: ("u",)}]).startswith("table 'u': ranks 0 and 2 own the same ids: each id")
     assert why_shared([*halves, {None: ("t", "x")}]).startswith("table 't': ranks 0 and 2")
     assert "table 't': ranks 0 and 1" in why_shared([{None: both}] * 2)
 
@@ -247,7 +247,7 @@ def test_a_delta_stands_in_for_the_full_save_that_is_due_and_the_next_with_room_
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "free_bytes", lambda self: ROOM)
         assert [run.save(2), run.save(3, 7)] == ["delta", "delta"]
-    assert "no room for c2 in full, which is due (1 deltas since the last full one" in caplog.text
+    assert "no room for c2 in full, which is due (1 deltas since the last full checkpoint" in caplog.text
     restored = Run(tmp_path)
     restored.saver.load()
     assert table_state(restored.table) == table_state(run.table)

@@ -314,7 +314,7 @@ def test_where_the_base_is_damaged_the_error_says_what_is_wrong_with_it(training
     training.save("b")
     (training.root / "deltas" / "a" / "model.pt").unlink()
     training.train(range(10))
-    with pytest.raises(SaveFailedError, match=r"found it damaged: a/model\.pt.*the next save is full"):
+    with pytest.raises(SaveFailedError, match=r"found a damaged one: a/model\.pt.*the next save is full"):
         training.saver.save("c")
     assert training.save("d").kind == "full"
 
@@ -362,14 +362,14 @@ def test_rows_are_counted_over_all_ranks_those_of_replaced_tables_as_changed():
     assert "15 of 15 rows have changed" in agreed_kind(ranks).why_full
     assert [spared_bytes(agreed_kind(ranks), rank) for rank in ranks] == [0, 0]
     long_enough = agreed_kind([proposal(chain=Chain(3, 3, 100), t=(0, 5))])
-    assert long_enough.why_full.startswith("3 deltas since the last full one")
+    assert long_enough.why_full.startswith("3 deltas since the last full checkpoint")
 
 
 def test_where_a_rank_has_another_base_or_none_the_save_is_full():
     for other in (proposal("another", t=(0, 5)), proposal(None, t=(0, 5)), None):
         kind = agreed_kind([proposal(chain=CHAIN, t=(0, 5)), other])
         assert (kind.name, kind.n_links) == ("full", 1)
-        assert kind.why_full == "rank 1 counts changes from another checkpoint, or none"
+        assert kind.why_full == "rank 1 counts changes since another checkpoint, or does not count them"
     assert agreed_kind([proposal(None, t=(0, 5))] * 2).why_full == "there is no checkpoint to count changes from"
     assert agreed_kind([None, proposal(t=(0, 5))]) == FULL, "rank 0 writes no deltas"
     assert FULL.why_full is None

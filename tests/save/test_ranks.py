@@ -45,7 +45,7 @@ def test_ranks_that_restored_what_others_saved_go_on_with_deltas(root):
         assert failed == size - 1
         assert mended[1] == "delta"
         assert mended[2][0] == 2, "what the failed save would have held is in the next"
-        reason = "rank 1 counts changes from another checkpoint, or none"
+        reason = "rank 1 counts changes since another checkpoint, or does not count them"
         assert (disagree[1], disagree[3]) == (("full", reason) if size > 1 else ("delta", None))
 
 

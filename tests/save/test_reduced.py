@@ -220,7 +220,7 @@ def test_a_chain_ends_where_other_rows_or_dtypes_are_asked_for(tmp_path, other):
     again, table, infos = saver_of(tmp_path, choose=other)
     again.load()
     assert again.save("b").kind == "full"
-    assert "not saved as before: choose= is another" in infos[-1].why_full
+    assert "is saved differently: choose= has changed" in infos[-1].why_full
     assert saver_of(tmp_path, choose=other)[0].load().rows_taken["t"] == (1 if "3" in str(other) else 2)
 
 
@@ -366,7 +366,7 @@ def test_ranks_that_are_asked_for_different_rows_save_nothing(tmp_path):
         table.add_slot("count", ())
         least = {"t": {"count": {"min": rank}}}
         saver = connect(Saver(Tables([table]), output_dir=str(tmp_path), choose=Choose(where=least)))
-        with pytest.raises(SaveFailedError, match="rank 1: its choose= is not that of rank 0"):
+        with pytest.raises(SaveFailedError, match="rank 1: its choose= differs from that of rank 0"):
             saver.save("a", rank, 2)
 
     on_ranks(2, save)

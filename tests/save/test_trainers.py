@@ -17,7 +17,7 @@ from recckpt.sparse import HashTable, JointOptimizer, SparseAdam, SparseSGD
 
 DENSE = "2 parameters of the model ('dense.weight', 'dense.bias') train, and no registered optimizer has them"
 BOTH = Unsaved(parameters=("dense.weight", "dense.bias"))
-SPARSE = "a sparse optimizer trains 'user', and the Saver was not given it"
+SPARSE = "a sparse optimizer that was not given to the Saver trains 'user'"
 
 
 class Clicks(nn.Module):
@@ -213,7 +213,7 @@ def test_a_sparse_optimizer_that_the_saver_was_not_given_is_said_at_a_restore_or
     model.second = HashTable(2, name="second")
     another = SparseAdam([model.second])
     Saver(model, sparse, tmp_path / "other").save("a")
-    only(said(), SPARSE, "a sparse optimizer trains 'second', and")
+    only(said(), SPARSE, "a sparse optimizer that was not given to the Saver trains 'second'")
     assert another.tables
 
 
@@ -261,7 +261,8 @@ def test_a_table_whose_gradients_nobody_takes_is_said(tmp_path, model, said):
         step(model, dense)
         records.append(saver.save(name))
     only(
-        said(), "no optimizer trains table 'user', whose gradients wait for one: model.parameters() has no rows of tab"
+        said(),
+        "no optimizer trains table 'user', so its gradients are never used: model.parameters() has no rows of tab",
     )
     assert [record.training.unsaved.gradients for record in records] == [(), ("user",), ("user",)]
 
@@ -282,7 +283,7 @@ def test_an_optimizer_of_nothing_but_a_mark_of_a_table_is_said_to_train_nothing(
         manager.step()
     registered, other = "Adam trains nothing: all its parameters are empty", "no optimizer trains table 'user'"
     only(said(), registered if is_registered else other)
-    assert "make one of the tables, such as SparseAdam(" in said()[0]
+    assert "make an optimizer of the tables, such as SparseAdam(" in said()[0]
 
 
 def test_a_restore_says_what_its_checkpoint_lacks(tmp_path, model, said, caplog):
@@ -371,7 +372,7 @@ def test_a_scheduler_that_is_not_registered_is_said_once_and_a_restore_says_it_t
     again = CheckpointManager(Saver(other, SparseAdam([other.user]), output_dir=tmp_path), 1)
     again.register_for_checkpointing("dense_optim", torch.optim.Adam(other.dense.parameters()))
     again.restore()
-    assert any(f"lacks the place in the schedule of the learning rate of '{of}'" in line for line in said())
+    assert any(f"lacks the position in the learning-rate schedule of '{of}'" in line for line in said())
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -778,8 +779,8 @@ def test_one_object_is_not_registered_as_an_object_and_as_a_position(tmp_path, m
 
     loader, saver = Loader(), Saver(model, output_dir=tmp_path)
     saver.register_io_state("clicks", loader)
-    with pytest.raises(ValueError, match="'clicks' and 'loader' are one Loader, which is registered once"):
+    with pytest.raises(ValueError, match="'clicks' and 'loader' are the same Loader"):
         saver.register_for_checkpointing("loader", loader)
     saver.register_for_checkpointing("other", other := Loader())
-    with pytest.raises(ValueError, match="'other' and 'data' are one Loader"):
+    with pytest.raises(ValueError, match="'other' and 'data' are the same Loader"):
         saver.register_io_state("data", other)

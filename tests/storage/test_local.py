@@ -293,6 +293,6 @@ def test_no_descriptor_stays_open(storage):
 
 def test_a_file_where_the_directory_should_be_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("notes")
-    with pytest.raises(NotADirectoryError, match="there is a file: name a directory"):
+    with pytest.raises(NotADirectoryError, match="this is a file: name a directory"):
         LocalStorage(str(tmp_path / "run")).prepare()
     assert (tmp_path / "run").read_text() == "notes"

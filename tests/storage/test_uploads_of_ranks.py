@@ -125,4 +125,4 @@ def test_a_rank_that_never_sees_what_was_written_fails_both(ranks, tmp_path):
     for _, error, text in (one["failed"] for one in found):
         assert error == 0
         assert "rng_1.pt" in text
-        assert "looking for up to 3 s for what was written failed: found no such file" in text
+        assert "looking for up to 3 s for written files failed: found no such file" in text

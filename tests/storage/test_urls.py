@@ -53,14 +53,12 @@ def test_what_lies_in_a_storage_has_a_path_or_url_of_its_own(root, name, url):
 
 def test_text_that_cannot_be_encoded_is_refused_by_what_it_is(tmp_path):
     model = nn.Linear(1, 1)
-    with pytest.raises(
-        ValueError, match=r"an output dir is a path or URL of characters that UTF-8 has, found '\\ud800'"
-    ):
+    with pytest.raises(ValueError, match=r"an output dir must be a path or URL encodable as UTF-8, found '\\ud800'"):
         Saver(model, output_dir="\ud800")
     saver = Saver(model, output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"a checkpoint id is encodable as UTF-8, found '\\ud800'"):
+    with pytest.raises(ValueError, match=r"a checkpoint id must be encodable as UTF-8, found '\\ud800'"):
         saver.save("\ud800")
-    with pytest.raises(ValueError, match=r"a checkpoint id is encodable as UTF-8, found '\\ud800'"):
+    with pytest.raises(ValueError, match=r"a checkpoint id must be encodable as UTF-8, found '\\ud800'"):
         saver.load(ckpt_id="\ud800")
     with pytest.raises(ValueError, match="UTF-8"):
         saver.load("\ud800")

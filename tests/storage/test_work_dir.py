@@ -146,7 +146,9 @@ def test_a_copy_that_changes_on_its_way_is_not_committed(memory_url, work_dir, g
         if path.is_symlink() and str(path.readlink()).startswith(f"{work_dir}/"):
             os.pwrite(int(path.name), b"?", 0)
     held.open()
-    with pytest.raises(SaveFailedError, match=r"not what was written: found \d+ bytes with checksum .*check that disk"):
+    with pytest.raises(
+        SaveFailedError, match=r"the copy in the work dir has changed: found \d+ bytes with checksum .*check that disk"
+    ):
         handle.wait()
     assert list_checkpoints(saver.storage).committed == ()
 

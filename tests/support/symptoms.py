@@ -285,7 +285,9 @@ def _(log: Log) -> str:
         optimizer.step()
         manager.step()
         manager.save()
-    assert "lacks the state of what trained in place of 'dense_optim'" in str(recckpt.report("runs/clicks"))
+    assert "lacks the state of the optimizer that trained in place of 'dense_optim'" in str(
+        recckpt.report("runs/clicks")
+    )
     return log.lines(logging.WARNING)
 
 

@@ -119,7 +119,7 @@ def test_without_strict_what_has_no_partner_is_left_alone_and_said_as_are_slots_
         "'missing'",
         "'other'",
         "from scratch: 'a@sparse_new'",
-        "has what is not in the model: 'other', 'a@sparse_old'",
+        "has names that are not in the model: 'other', 'a@sparse_old'",
     ):
         assert said in caplog.text
 
