@@ -43,7 +43,7 @@ class LoaderPosition:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the position is behind a batch that could not be read."""
+        """Whether the loader failed to read the last batch, so that its position is after this batch."""
         iterator = vars(self._base._iterator) if self._base._iterator is not None else {}
         is_reading_here = not self._base.num_workers
         return is_reading_here and iterator.get("_sampler_iter_yielded", 0) > iterator.get("_num_yielded", 0)
@@ -149,7 +149,7 @@ class NodesPosition:
         self._loader.restart_on_stop_iteration = state.pop(_HAS_ENDED, self._loader.restart_on_stop_iteration)
         self._loader.load_state_dict(state)
 
-    def _note_end(self) -> Any:  # replaces the root's own method, as the next does
+    def _note_end(self) -> Any:  # replaces the root's own method
         try:
             return self._next()
         except StopIteration:

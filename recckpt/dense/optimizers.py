@@ -45,9 +45,9 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def counted_in_groups(optimizer: Any) -> set[str]:
-    """Return the entries of groups that training sets, as ``k`` of schedule-free optimizers: nobody can pass these.
+    """Return the entries of groups that training sets, such as ``k`` of schedule-free optimizers: users pass none.
 
-    A class that does not say what it takes, as of ``**kwargs`` for an optimizer inside it, has at most a ``step``.
+    A class with ``**kwargs`` for an inner optimizer does not name its settings: only ``step`` counts there.
     """
     one = updater(optimizer)
     kinds = [kind for kind in type(one).__mro__ if issubclass(kind, Optimizer)]
@@ -342,7 +342,7 @@ class NamedOptimizer:
 
     def _state_dict(self) -> dict[str, Any]:
         state, tables = self.optimizer.state_dict(), self._states_of_tables()
-        if not tables or "state" not in state:  # a wrapper may have a form of its own, which is left whole
+        if not tables or "state" not in state:  # the state of a wrapper may have another structure: keep it whole
             return state
         return {**state, "state": {i: one for i, one in state["state"].items() if i not in tables}}
 
@@ -358,7 +358,7 @@ class NamedOptimizer:
         return not self._is_table(parameter)
 
     def _states_of_tables(self) -> dict[int, Any]:
-        # As torch does, number a parameter that is listed twice by its last place.
+        # Like torch, number a parameter that is listed twice by its last place.
         live = {id(one): (i, one) for i, (_, one) in enumerate(self._flat()) if self._is_table(one)}
         own = updater(self.optimizer).state if live else {}
         return {i: own[one] for i, one in live.values() if one in own}

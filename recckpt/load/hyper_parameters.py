@@ -120,9 +120,9 @@ def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None
     outer._last_lr = [plain(group["lr"]) for group in outer.optimizer.param_groups]
     for scheduler, _ in schedules:
         if getattr(scheduler, "cycle_momentum", False) and scheduler.last_epoch >= 0:
-            with warnings.catch_warnings():  # of a call outside of step()
+            with warnings.catch_warnings():  # get_lr() warns outside of step()
                 warnings.simplefilter("ignore")
-                scheduler.get_lr()  # also sets the momentum or betas of its place
+                scheduler.get_lr()  # also sets the momentum or betas for its position
 
 
 def _comparable(value: Any) -> Any:

@@ -223,7 +223,7 @@ class _Composer:
         return self._optimizer.composed(states, groups, shared) if is_loaded else None
 
     def _counted(self) -> list[dict[str, Any]] | None:
-        """Return what the saved groups count, as it goes with the states; None if not one source gives all of these."""
+        """Return the counts in the saved groups, which belong to the states; None unless one source gives all."""
         saved_at = self._saved_at()
         if saved_at is None:
             return None

@@ -270,7 +270,7 @@ class Trainers:
         return tuple(name for name in left if known.isdisjoint(map(id, layers(optimizers[name]))))
 
     def _inside(self, extras: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield (name, attribute) of optimizers inside registered ones, as of SAM, whose state is saved nowhere."""
+        """Yield (name, attribute) of optimizers inside registered ones, such as SAM, whose state is saved nowhere."""
         known, of_tables = set(map(id, _objects())), {id(weight) for weight in self._live_tables.weights_with_states()}
         for name, outer in ((name, one) for name, one in self._registered().items() if not is_keyed(one)):
             for attribute, one in vars(outer).items():
