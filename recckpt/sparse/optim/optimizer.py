@@ -389,7 +389,7 @@ class SparseOptimizer(Optimizer):
         )
 
     def declare_slots(self) -> None:
-        """Declare all slots again, because the groups may have other settings now, from which new rows begin."""
+        """Internal: declare all slots again, after the groups got other settings, from which new rows begin."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._add_slots(parameter.table, options(group))
