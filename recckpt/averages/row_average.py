@@ -40,6 +40,7 @@ class Follower:
         self.table = weakref.ref(table)
         self._tracker = Tracker()
         self._inserted: list[Int64s] = []  # ids that insert() has added since the last update
+        self._erased: list[Int64s] = []  # ids that were erased or evicted since
         self._eras: tuple[object, object] | None = None  # eras of the table's and the average's store, last update
         table.followers.append(weakref.ref(self))
 
@@ -49,6 +50,10 @@ class Follower:
     def note_inserted(self, ids: Int64s) -> None:
         """Record ids that ``insert`` adds to the table."""
         self._inserted.append(ids)
+
+    def note_erased(self, ids: Int64s) -> None:
+        """Record ids that the table drops, because its marks forget them if there are many."""
+        self._erased.append(ids)
 
     def update(self, table: RowTable, average: AverageStore, kept: float) -> None:
         """Update the averages of rows that have changed, and drop the averages of erased rows."""
@@ -63,22 +68,22 @@ class Follower:
                 frozen.snapshot.close()
             average.advance(kept)
             frozen.committed(_BASE)
-            self._inserted, self._eras = [], (table.store.rows.era, average.rows.era)
+            self._inserted, self._erased, self._eras = [], [], (table.store.rows.era, average.rows.era)
 
     def _take(self, table: RowTable, average: AverageStore, frozen: FrozenRows, kept: float) -> None:
         store = table.store
+        # Whether the table was loaded or cleared and the average was not: then all averages begin anew, at the rows.
+        eras = table.store.rows.era, average.rows.era
+        is_anew = self._eras is not None and eras[0] is not self._eras[0] and eras[1] is self._eras[1]
         if frozen.is_replaced(_BASE) or average.is_given:
             rows, own = np.arange(len(store)), average.ids.to_tensor(len(average)).numpy()
-            gone = own[store.find(own) < 0]
+            gone = own if is_anew else distinct(own[store.find(own) < 0], *self._erased)
         else:
             changes = frozen.delta(_BASE, narrows=False)
             rows, gone = changes.rows, changes.erased  # an erased id that was inserted again starts a new average
         average.drop(gone)
-        # New ids whose averages begin at the row's value, not at its first embedding. None means all new ids, because
-        # the table was loaded or cleared and the average was not.
-        inserted: Int64s | None = distinct(_NO_IDS, *self._inserted)
-        if self._eras is not None and table.store.rows.era is not self._eras[0] and average.rows.era is self._eras[1]:
-            inserted = None
+        # New ids whose averages begin at the row's value, not at its first embedding; None for all new ids.
+        inserted: Int64s | None = None if is_anew else distinct(_NO_IDS, *self._inserted)
         for begin in range(0, len(rows), _PIECE):
             some = rows[begin : begin + _PIECE]
             ids, values = store.ids.gather(some).numpy(), store.columns[EMBEDDING].gather(some)

@@ -174,6 +174,30 @@ def test_erased_evicted_inserted_and_cleared_rows_are_followed():
     assert torch.equal(own.lookup(torch.tensor([77]))[0], table.lookup(torch.tensor([77]))[0])
 
 
+def erased(table):
+    table.erase(torch.arange(10))
+
+
+def loaded(table):
+    table.load_state_dict(Clicks(HashTable(DIM, name="t")).table.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("drop", [HashTable.clear, erased, loaded])
+def test_ids_that_come_back_after_all_rows_went_begin_anew(drop):
+    table = HashTable(DIM, name="t")
+    average, ids = RowAverage(Clicks(table), 0.5), torch.arange(10)
+    table(ids)
+    average.update()
+    drop(table)
+    table.insert(ids, torch.full((10, DIM), 3.0))
+    average.update()
+    assert torch.equal(average.tables["t"].embeddings(), torch.full((10, DIM), 3.0))
+    table.add_slot("extra", ())  # marks all rows as changed, and drops none
+    table.insert(ids, torch.full((10, DIM), 5.0))
+    average.update()
+    assert torch.equal(average.tables["t"].embeddings(), torch.full((10, DIM), 4.0))
+
+
 def test_evicted_rows_go_and_an_id_that_comes_back_begins_anew():
     torch.manual_seed(0)
     model = Clicks(HashTable(DIM, name="t", evict=Capacity(8, by="last_step"), evict_every=1, track=("step",)))

@@ -9,8 +9,9 @@ import copy
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,16 @@ class Sharing:
         return grads
 
 
+class Follows(Protocol):
+    """An object that a table notifies of the ids that ``insert`` adds, and that are erased or evicted."""
+
+    def note_inserted(self, ids: Int64s) -> None:
+        """Note the ids that ``insert`` is about to add; ids that training adds are not reported."""
+
+    def note_erased(self, ids: Int64s) -> None:
+        """Note the ids whose rows are dropped; the ids of ``clear()`` and of loads are not reported."""
+
+
 class TableModule(nn.Module):
     """A module whose state is a store of rows: state dicts hold the module itself, and it has no dense parameters.
 
@@ -96,6 +107,7 @@ class TableModule(nn.Module):
         anchor: an empty parameter, the input of torch's graph for look-ups. Its gradient is never set, because
             gradients of rows are kept by id. Loops over the parameters of a model find the anchor under the name of the
             table; its ``requires_grad`` applies to the rows.
+        followers: objects that are notified of changes; a copy of the table has none.
         is_trained: False for an average, and for a table of counts that belongs to another table.
     """
 
@@ -127,6 +139,7 @@ class TableModule(nn.Module):
         self.store = RowStore(checked_device(name, device))
         self.store.add_column(spec)
         self.pending_gradients = Gradients()
+        self.followers: list[weakref.ref[Follows]] = []
         self.trained_by = object()  # a mark that no optimizer has
         self.warned_of: set[str] = set()
         anchor_dtype = dtype if dtype.is_floating_point else torch.float32  # integers cannot require a gradient
@@ -320,6 +333,9 @@ def erase_rows(table: TableModule, ids: Int64s) -> int:
         n_rows = table.store.erase(ids)
         if n_rows:
             table.pending_gradients.forget(ids, table.store)
+            for reference in table.followers:
+                if (follower := reference()) is not None:
+                    follower.note_erased(ids)
     return n_rows
 
 

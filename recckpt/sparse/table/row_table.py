@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,13 +50,6 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-class NotesInserts(Protocol):
-    """An object that a table notifies of the ids that ``insert`` adds; ids that training adds are not reported."""
-
-    def note_inserted(self, ids: Int64s) -> None:
-        """Note the ids that ``insert`` is about to add."""
-
-
 class Slots(Mapping[str, Tensor]):
     def __init__(self, store: RowStore) -> None:
         self._store = store
@@ -81,7 +73,6 @@ class RowTable(TableModule):
         eviction: evicts rows during training.
         admission: decides when an id gets a row; None if all ids get rows immediately.
         companions: tables derived from this table, such as averages; state dicts and checkpoints include them.
-        followers: objects that are notified of ids that ``insert`` adds; a copy of the table has no followers.
     """
 
     admission: Admission | None = None
@@ -109,7 +100,6 @@ class RowTable(TableModule):
         self.tracking.date_new_rows(self.store)
         self.eviction = Eviction(self.time)
         self.companions: list[TableModule] = []
-        self.followers: list[weakref.ref[NotesInserts]] = []
 
     @property
     def nbytes(self) -> int:
