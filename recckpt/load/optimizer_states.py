@@ -42,6 +42,11 @@ log = logging.getLogger("recckpt")
 _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 _States = dict[str, tuple[tuple[int, ...], Mapping[str, Any] | None]]  # parameter -> (its shape, its state if any)
 _GO_BY_PLACE = {"LBFGS"}  # keep one state for the concatenated values of all parameters, under the first one
+_UNCOUNTED = (
+    "the checkpoint has optimizer slots of {}, but not the number of steps that made them, as if a file of rows was "
+    "imported: the steps of these tables are not counted on, so bias correction is wrong at first; exclude "
+    "'sparse_opt' to start these slots fresh, or set the steps by load_state_dict of the optimizer"
+)
 _ELSEWHERE = "it depends on the order of the parameters, which differs here"
 
 
@@ -53,10 +58,10 @@ def sparse_optimizer_state(
 ) -> dict[str, Any] | None:
     """Return the scalars to load into the sparse optimizer, None if nothing changes.
 
-    The step of a table comes from the source of its slots. The step is 0 if the table is emptied and its slots start
-    fresh. Hyper-parameters of a group come from the source of ``sparse_optim``, if one saved group has all tables of
-    the group with the same slots; from another run only if requested. ``tensors``: per source, its tensors that fill
-    live tables.
+    The step of a table comes from the source of its slots; if rows of the table stay, the higher step counts. The step
+    is 0 if the table is emptied and its slots start fresh. Hyper-parameters of a group come from the source of
+    ``sparse_optim``, if one saved group has all tables of the group with the same slots; from another run only if
+    requested. ``tensors``: per source, its tensors that fill live tables.
     """
     if optimizer is None:
         return None
@@ -68,15 +73,7 @@ def sparse_optimizer_state(
         return saved if saved is not None else _foreign_steps(live, items, sources)
     for item in items:
         slots.get(item.name.table, []).append(item)
-    steps = dict(live["state"])
-    for table, its_slots in slots.items():
-        saved_at = _saved_at(its_slots, tensors)
-        ids = next((item.offer for item in its_slots if item.name.slot == ID), None)
-        if saved_at is not None:
-            steps[table] = tensors[saved_at[0]].scalars["state"].get(saved_at[1])
-        elif ids is not None and sources[ids].at.entry.hashtable_clear:  # emptied
-            steps[table] = None
-    steps = {table: step for table, step in steps.items() if step is not None}
+    steps = _steps(live, slots, sources, tensors)
     if saved is None or scalars is None:
         return None if steps == live["state"] else {**live, "state": steps}
     there: dict[str, str] = {}
@@ -91,6 +88,36 @@ def sparse_optimizer_state(
                 other_decay.add(table)
     groups = [_with_settings(group, saved["param_groups"], there, alike, other_decay) for group in live["param_groups"]]
     return {**live, "state": steps, "param_groups": groups}
+
+
+def _steps(
+    live: Mapping[str, Any],
+    slots: Mapping[str, Sequence[Planned]],
+    sources: Sequence[OpenSource],
+    tensors: Sequence[TensorRows],
+) -> dict[str, Any]:
+    """Return the steps of tables after the load. ``slots``: the planned slots of each table."""
+    steps, known, uncounted = dict(live["state"]), dict[int, set[str]](), list[str]()
+    # Rules that use the step: for a bias correction, or for a falling learning rate.
+    groups = (group for group in live["param_groups"] if "betas" in group or group.get("lr_decay"))
+    by_step = {table for group in groups for table in group["tables"]}
+    for table, its_slots in slots.items():
+        saved_at = _saved_at(its_slots, tensors)
+        ids = next((item.offer for item in its_slots if item.name.slot == ID), None)
+        is_emptied = ids is not None and sources[ids].at.entry.hashtable_clear
+        if saved_at is not None:
+            number, name = saved_at
+            saved = tensors[number].scalars
+            if number not in known:  # the tables whose steps the saved optimizer counted
+                known[number] = set(saved["state"]).union(*(group.get("tables", ()) for group in saved["param_groups"]))
+            uncounted += [table] if table in by_step and name not in known[number] else []
+            before = None if is_emptied else steps.get(table)  # rows that stay have moments of as many steps
+            steps[table] = max(saved["state"].get(name), before, key=lambda step: (step or {}).get("step", 0))
+        elif is_emptied:
+            steps[table] = None
+    if uncounted:
+        log.warning("sparse optimizer: %s", _UNCOUNTED.format(first_few(sorted(uncounted))))
+    return {table: step for table, step in steps.items() if step is not None}
 
 
 def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:

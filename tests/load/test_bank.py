@@ -204,6 +204,26 @@ def test_merged_rows_keep_the_slots_that_are_not_loaded(tmp_path, adam):
     assert saver.sparse_optim.state_dict()["state"] == {"t": {"step": 5}}
 
 
+def test_of_merged_rows_and_those_that_stay_the_higher_step_counts(tmp_path, adam):
+    url, _ = adam
+    for steps in (1, 5):
+        saver = run(tmp_path / "own", table("t", [2, 99]), optimizer="adam", steps=steps)
+        saver.load_by_config([{"path": url, "load": ["t"], "hashtable_clear": False}])
+        assert saver.sparse_optim.state_dict()["state"] == {"t": {"step": max(2, steps)}}
+        saver.load_by_config([{"path": url, "load": ["t"]}])  # no row stays
+        assert saver.sparse_optim.state_dict()["state"] == {"t": {"step": 2}}
+
+
+def test_slots_whose_steps_nobody_knows_are_warned_of(tmp_path, adam, caplog):
+    _, source = adam
+    Saver(nn.ModuleDict({"t": source}), output_dir=str(tmp_path / "a")).save("c")  # not given the optimizer
+    caplog.clear()
+    for optimizer, slots, n_warnings in (("adam", ["t"], 1), ("adam", ["t@embedding"], 0)):
+        run(tmp_path / "own", table("t"), optimizer=optimizer).load_by_config([{"path": tmp_path / "a", "load": slots}])
+        assert caplog.text.count("not the number of steps that made them") == n_warnings
+        caplog.clear()
+
+
 # on_mismatch
 
 
