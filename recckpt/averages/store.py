@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.format.tables import AVERAGE
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.kernels import compiled
 from recckpt.sparse.table.row_store import FirstValues, RowStore
@@ -37,8 +38,7 @@ _COMPILED = {torch.float32, torch.float64}
 _CLOCK_END = 1 << 61  # far below the largest int64
 _PIECE = 1 << 16  # rows to process at once
 Bytes = npt.NDArray[np.uint8]
-# Part of the format: the stored average, the model's value, and the time at which both were written.
-FROM, OF, SINCE = "average_from", "average_of", "average_since"
+FROM, OF, SINCE = AVERAGE  # the stored average, the model's value, and the time at which both were written
 _COLUMNS = {FROM: EMBEDDING, OF: OF, SINCE: SINCE}  # slot of a snapshot -> column of the store
 
 

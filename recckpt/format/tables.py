@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
@@ -19,6 +19,7 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COUNTS = ("int64", "uint8")  # part of the format: dtypes of the counts of ids that wait for a row, exact or in a filter
+AVERAGE = ("average_from", "average_of", "average_since")  # part of the format: the slots of an average
 _COUNTED = re.compile(r"(.+)\.candidates(_\d+x\d+)?", re.DOTALL)
 
 Problem = tuple[str, object, object]  # a field, what was found there, and what was expected
@@ -117,6 +118,16 @@ def counted_table(name: str) -> str:
     return match[1] if match else ""
 
 
+def averages_of(table: str, tables: Sequence[TableEntry]) -> list[str]:
+    """Return which of the tables of a checkpoint are averages of the rows of one table."""
+    near = {entry.name: entry.is_average for entry in tables if entry.name.startswith(f"{table}.")}
+    others = {name for name, is_average in near.items() if not is_average}
+    if any(entry.name == table and entry.is_average for entry in tables):  # saved inside RowAverage.swap(), as all were
+        others |= {name for name in near if any(other.startswith(f"{name}.") for other in near)}
+    of_others = tuple(f"{name}." for name in others)
+    return [name for name in near.keys() - others if not name.startswith(of_others)]
+
+
 class DeltaRows(JsonRecord, frozen=True):
     upserts: Count  # new or changed rows
     deletes: Count  # deleted ids, counted once per shard that has them
@@ -164,6 +175,11 @@ class TableEntry(JsonRecord, frozen=True):
     @property
     def is_whole(self) -> bool:
         return self.delta is None or self.delta.replaced
+
+    @property
+    def is_average(self) -> bool:
+        left_out = self.reduced.slots if self.reduced else ()
+        return {*AVERAGE} <= {*(slot.name for slot in self.slots), *left_out}
 
 
 def table_problems(table: TableEntry, *, of_delta: bool) -> Iterator[Problem]:

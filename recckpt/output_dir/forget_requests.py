@@ -17,6 +17,7 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.format import forgetting, layout
 from recckpt.format.forgetting import Request
 from recckpt.format.manifest import Manifest
+from recckpt.format.tables import averages_of
 from recckpt.output_dir.notes import NearHost, make_own_dir
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
 from recckpt.storage.retry import read_twice
@@ -64,9 +65,15 @@ def tables_of(table: str) -> tuple[str, ...]:
 
 
 def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
-    """Like :func:`tables_of`, without the second table if ``record`` has it with other slots than a table of counts."""
-    counts = record.table(f"{table}.candidates") if record else None
-    return (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
+    """Like :func:`tables_of`, and the averages of the table.
+
+    Without the second table if ``record`` has it with other slots than a table of counts.
+    """
+    if record is None:
+        return *tables_of(table), f"{table}.average"
+    counts = record.table(f"{table}.candidates")
+    own = (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
+    return *own, *averages_of(table, record.tables)
 
 
 def put_request(storage: Storage, request: Request) -> None:

@@ -56,10 +56,11 @@ def files_with(ids: IdsInFiles) -> frozenset[str]:
 
 
 def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
-    """Find ids of a table, and of its counts, in one checkpoint's own files; skip batches without them."""
+    """Find ids of a table, of its counts and its averages, in one checkpoint's own files; skip batches without them."""
     link = OpenLink.of(storage, checkpoint)
     meant = meant_in(checkpoint.manifest, table)
-    entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
+    names = {*tables_of(table), *meant}
+    entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in names}
     return {name: _of_table(link, entry, ids) for name, entry in entries.items()}
 
 
@@ -90,7 +91,7 @@ def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) ->
     of_table: list[IdsInTable] = []
     for checkpoint, of_link in links:
         entry = checkpoint.manifest.table(table)
-        of_table += [] if entry is None else [of_link[table]]
+        of_table += [] if entry is None or table not in of_link else [of_link[table]]
         if entry is None or entry.is_whole:
             break
     places = np.arange(len(links[0][1][table].rows))

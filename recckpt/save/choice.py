@@ -148,7 +148,7 @@ def choice_of(choose: Any) -> Choice:
 def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
     if isinstance(table, AttachedTable):
         return table.specs
-    return [column.spec for column in table.store.columns.values()] if is_stored(table) else source_of(table).slots
+    return table.store.slots if is_stored(table) else source_of(table).slots
 
 
 def _is_of(pattern: Pattern, table: str) -> bool:

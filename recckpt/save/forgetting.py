@@ -104,11 +104,14 @@ class Removal:
         self._to.forgets.check(storage, fence.listing, table, ids, is_live=is_live)
 
     def _erase(self, live: SavableTable | None, ids: Ids) -> None:
-        """Erase rows of this rank. The next save is full, because a delta would list the ids as deleted."""
+        """Erase rows of this rank, and their averages.
+
+        The next save is full, because a delta would list the ids as deleted.
+        """
         if self._to.changes is not None:
             self._to.changes.drop_base()
-        if live is not None:
-            erase: Callable[[Tensor], object] = getattr(live, "erase")  # noqa: B009  # the protocol of tables lacks it
+        for table in () if live is None else (live, *getattr(live, "companions", ())):
+            erase: Callable[[Tensor], object] = getattr(table, "erase")  # noqa: B009  # the protocol of tables lacks it
             erase(torch.from_numpy(ids.copy()))
 
     def delete(self, ranks: Ranks, ckpt_id: str) -> None:

@@ -15,6 +15,7 @@ from support.thread_ranks import on_ranks
 
 import recckpt
 from recckpt import CheckpointManager, Deltas, Saver, Standby, load_into
+from recckpt.averages import RowAverage
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
@@ -279,6 +280,19 @@ def test_a_table_that_no_checkpoint_has_yet_and_counts_alone_are_forgotten_from(
     manager.forget("user.candidates", ids_at(2))
     manager.step()
     assert set(read(tmp_path / "counts", "ckpt_2", "user.candidates")) == set(ids_at(3))
+
+
+def test_averages_of_the_rows_are_forgotten_from_before_they_are_updated(tmp_path):
+    model = torch.nn.ModuleDict({"user": HashTable(2, name="user")})
+    average = RowAverage(model, decay=0.5)
+    manager = CheckpointManager(Saver(model, output_dir=str(tmp_path / "runs")), 1)
+    fill(model["user"], ids_at(2, 3), 1.0)
+    average.update()
+    manager.step()
+    manager.forget("user", ids_at(2))
+    assert average.tables["user"].ids().tolist() == ids_at(3)
+    manager.step()
+    assert files_with(tmp_path / "runs", ids_at(2)) == {}
 
 
 def test_wrong_input_is_refused_before_anything_changes(root):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import Saver
+from recckpt.averages import RowAverage
 from recckpt.errors import (
     CheckpointNotFoundError,
     CommitNotDurableError,
@@ -31,6 +33,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.output_dir.rotation import pin
+from recckpt.policies import Choose
 from recckpt.policies.admit import MinCount
 from recckpt.rewrite.forgetting import finish, forget
 from recckpt.rewrite.requests import forget_as_owner, settle
@@ -232,6 +235,31 @@ def test_counts_of_ids_that_wait_for_a_row_go_too(tmp_path):
     assert set(read(tmp_path / "runs", "ckpt_1", "user.candidates")) == set(ids_at(3))
     assert files_with(tmp_path / "runs", ids_at(1, 2)) == {}
     assert verify(str(tmp_path / "runs")) == []
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+@pytest.mark.parametrize("slots", [None, []])
+def test_averages_of_the_rows_go_too_and_those_of_other_tables_stay(tmp_path, slots, is_shown):
+    root = tmp_path / "runs"
+    model = torch.nn.ModuleDict({"0": HashTable(2, name="user"), "1": HashTable(2, name="user.x")})
+    averages = [RowAverage(model, decay=0.5, name=name) for name in ("average", "slow.ema")]
+    choose = None if slots is None else Choose(slots=slots)
+    saver = Saver(model, output_dir=str(root), deltas=True, max_keep=2, choose=choose)
+    for number in (1, 2):
+        for table in model.values():
+            fill(table, ids_at(*range(3)), float(number))
+        for average in averages:
+            average.update()
+        with averages[0].swap() if is_shown else nullcontext():
+            saver.save(f"ckpt_{number}", step=number)
+    assert len(look_for(str(root), np.array(ids_at(1)), "user").holding) == 6  # two checkpoints with three tables
+    forget(root, "user", ids_at(1))
+    for ckpt_id in ("ckpt_1", "ckpt_2"):
+        for name, left in (("user", (0, 2)), ("user.x", (0, 1, 2))):
+            for table in (name, f"{name}.average", f"{name}.slow.ema"):
+                assert set(read(root, ckpt_id, table)) == set(ids_at(*left)), table
+    assert look_for(str(root), np.array(ids_at(1)), "user").holding == ()
+    assert verify(str(root)) == []
 
 
 def test_a_table_of_rows_that_is_called_like_counts_is_left_alone(tmp_path):
