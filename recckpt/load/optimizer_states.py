@@ -42,11 +42,6 @@ log = logging.getLogger("recckpt")
 _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 _States = dict[str, tuple[tuple[int, ...], Mapping[str, Any] | None]]  # parameter -> (its shape, its state if any)
 _GO_BY_PLACE = {"LBFGS"}  # keep one state for the concatenated values of all parameters, under the first one
-_UNCOUNTED = (
-    "the checkpoint has optimizer slots of {}, but not the number of steps that made them, as if a file of rows was "
-    "imported: the steps of these tables are not counted on, so bias correction is wrong at first; exclude "
-    "'sparse_opt' to start these slots fresh, or set the steps by load_state_dict of the optimizer"
-)
 _ELSEWHERE = "it depends on the order of the parameters, which differs here"
 
 
@@ -97,26 +92,17 @@ def _steps(
     tensors: Sequence[TensorRows],
 ) -> dict[str, Any]:
     """Return the steps of tables after the load. ``slots``: the planned slots of each table."""
-    steps, known, uncounted = dict(live["state"]), dict[int, set[str]](), list[str]()
-    # Rules that use the step: for a bias correction, or for a falling learning rate.
-    groups = (group for group in live["param_groups"] if "betas" in group or group.get("lr_decay"))
-    by_step = {table for group in groups for table in group["tables"]}
+    steps = dict(live["state"])
     for table, its_slots in slots.items():
         saved_at = _saved_at(its_slots, tensors)
         ids = next((item.offer for item in its_slots if item.name.slot == ID), None)
         is_emptied = ids is not None and sources[ids].at.entry.hashtable_clear
         if saved_at is not None:
-            number, name = saved_at
-            saved = tensors[number].scalars
-            if number not in known:  # the tables whose steps the saved optimizer counted
-                known[number] = set(saved["state"]).union(*(group.get("tables", ()) for group in saved["param_groups"]))
-            uncounted += [table] if table in by_step and name not in known[number] else []
+            saved = tensors[saved_at[0]].scalars["state"].get(saved_at[1])
             before = None if is_emptied else steps.get(table)  # rows that stay have moments of as many steps
-            steps[table] = max(saved["state"].get(name), before, key=lambda step: (step or {}).get("step", 0))
+            steps[table] = max(saved, before, key=lambda step: (step or {}).get("step", 0))
         elif is_emptied:
             steps[table] = None
-    if uncounted:
-        log.warning("sparse optimizer: %s", _UNCOUNTED.format(first_few(sorted(uncounted))))
     return {table: step for table, step in steps.items() if step is not None}
 
 

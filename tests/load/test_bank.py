@@ -214,16 +214,6 @@ def test_of_merged_rows_and_those_that_stay_the_higher_step_counts(tmp_path, ada
         assert saver.sparse_optim.state_dict()["state"] == {"t": {"step": 2}}
 
 
-def test_slots_whose_steps_nobody_knows_are_warned_of(tmp_path, adam, caplog):
-    _, source = adam
-    Saver(nn.ModuleDict({"t": source}), output_dir=str(tmp_path / "a")).save("c")  # not given the optimizer
-    caplog.clear()
-    for optimizer, slots, n_warnings in (("adam", ["t"], 1), ("adam", ["t@embedding"], 0)):
-        run(tmp_path / "own", table("t"), optimizer=optimizer).load_by_config([{"path": tmp_path / "a", "load": slots}])
-        assert caplog.text.count("not the number of steps that made them") == n_warnings
-        caplog.clear()
-
-
 # on_mismatch
 
 

@@ -32,6 +32,12 @@ _IN_EVAL_MODE = (
     "{} of the {} ids with gradients in this step have no row and are not trained, because they were looked up in eval "
     "mode, which makes no rows; call model.train() before training goes on, for example after a validation"
 )
+_FROM_1 = (
+    "the slots of {} hold values of earlier steps, but it counts the steps of this table from 1, because another "
+    "optimizer made these values, or the checkpoint did not have their step, as if a file of rows was imported: its "
+    "bias correction, or its learning rate, is that of a first step; call load_state_dict with the state of the other "
+    "optimizer, or exclude 'sparse_opt' from the load to start the slots fresh"
+)
 Tables = Mapping[str, types.SavableTable] | Iterable[types.SavableTable] | Iterable[Group]
 
 
@@ -338,6 +344,10 @@ class SparseOptimizer(Optimizer):
             step, columns = self.state.get(parameter, {}).get("step", 0) + 1, table.store.columns
             weights = columns[EMBEDDING].gather(taken.rows).to(taken.grads.dtype)  # at least float32
             slots = [columns[name].gather(taken.rows) for name in self.slot_names]
+            if step == 1 and ("betas" in group or group.get("lr_decay")):  # rules that use the step
+                initial = table.store.rows.initial
+                if any((slot != initial[name]).any() for name, slot in zip(self.slot_names, slots, strict=True)):
+                    warn_once(table, "steps", _FROM_1.format(type(self).__name__))
             self._apply(weights, taken, slots, step, group)
             self._under_way[parameter] = step, taken.used
             values = {EMBEDDING: weights, **dict(zip(self.slot_names, slots, strict=True))}

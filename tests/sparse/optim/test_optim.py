@@ -528,6 +528,23 @@ def test_a_state_dict_is_small_plain_and_loads_with_weights_only(rule, tmp_path)
     assert (tmp_path / "state.pt").stat().st_size < 5000
 
 
+@pytest.mark.parametrize("rule", ALL)
+def test_slots_of_steps_that_nobody_counted_are_warned_of_where_the_rule_uses_the_step(rule, caplog):
+    table = table_of()
+    first = rule([table])
+    train(table, first)
+    second = rule([table])
+    second.load_state_dict(first.state_dict())
+    train(table, second)
+    assert not caplog.text
+    train(table, rule([table]))
+    is_said = "counts the steps of this table from 1" in caplog.text
+    assert is_said == (rule in {SparseAdam, SparseAdamW, SparseAdamWTF})
+    if rule is SparseAdagrad:
+        train(table, rule([table], lr_decay=0.1))
+        assert "counts the steps of this table from 1" in caplog.text
+
+
 @mostly_slow()
 @pytest.mark.parametrize("rule", ALL)
 @pytest.mark.parametrize("order", [1, -1])
