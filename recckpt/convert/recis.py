@@ -67,6 +67,8 @@ def recognises(files: SourceFiles) -> bool:
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
     """Open a checkpoint, or the newest checkpoint of an output dir."""
+    from recckpt.dense.optimizers import state_names
+
     if "checkpoint" in files.names and _INDEX not in files.names:
         lines = files.read("checkpoint", 1 << 24).decode("utf-8", "replace").split()
         if not lines:
@@ -92,6 +94,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
         values=values,
         extra=extra | ({SPARSE_OPTIM: scalars} if scalars else {}),
         io_state=_positions(files),
+        dense_opt=state_names(extra),  # of an export from here, which keeps the names of parameters
         step=step,
         left_out=tuple(left),
     )

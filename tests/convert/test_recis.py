@@ -259,6 +259,25 @@ def test_a_run_from_here_goes_out_with_its_step_and_betas_and_what_recis_lacks_i
         ]
 
 
+def test_a_run_from_here_resumes_with_its_dense_optimizer_from_what_it_had_exported(tmp_path):
+    def run(path):
+        model = Model()
+        sparse, dense = SparseAdamW([model.user]), torch.optim.Adam(model.top.parameters())
+        saver = Saver(model, sparse, output_dir=path)
+        saver.register_for_checkpointing("dense_optimizer", dense)
+        return model, dense, saver
+
+    model, dense, saver = run(tmp_path / "run")
+    model.top(torch.ones(1, model.top.in_features)).sum().backward()
+    dense.step()
+    saver.save("a", step=4)
+    export_checkpoint(tmp_path / "run", tmp_path / "recis", to="recis")
+    import_checkpoint(tmp_path / "recis", tmp_path / "back")
+    _, again, saver = run(tmp_path / "back")
+    saver.load()
+    assert str(again.state_dict()) == str(dense.state_dict())
+
+
 @pytest.mark.parametrize("id_", [-1, 2**52])
 def test_ids_that_recis_would_cut_are_refused(tmp_path, id_):
     np.savez(tmp_path / "t.npz", id=np.array([id_]), embedding=np.ones((1, 2), np.float32))
