@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -29,15 +30,22 @@ from recckpt.load.source import KnownDamage, LocatedBank, LocatedCheckpoint, loc
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import first_whole
 from recckpt.parallel.one_process import OneProcess
-from recckpt.parallel.ranks import Meetings, this_rank
+from recckpt.parallel.ranks import Meetings, Ranks, this_rank
 from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.owners import IdBlock, OwnedIds
 from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.telemetry import Operation
+from recckpt.text import count
 from recckpt.types import SavableTable
 
+log = logging.getLogger("recckpt")
+_MISSED = (
+    "%s: table %r: the ranks of this run hold %s of its %s rows; the other rows are in no rank's slice, and later "
+    "checkpoints will not have them: give the tables of n ranks the slices gen_slice(0, n) to gen_slice(n - 1, n), or "
+    "none if there is one rank"
+)
 Counts = Mapping[tuple[str, str], tuple[OwnedIds, int]]  # table there and here -> ids of a rank, rows of them
 
 
@@ -65,6 +73,30 @@ def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[C
         entry = checkpoint.manifest.named_table(key[0])
         if is_all_ids and sum(rows.values()) != entry.rows:
             yield count_error(checkpoint.directory, entry.name, entry.rows, sum(rows.values()))
+
+
+def misses_rows(ranks: Ranks, checkpoint: Checkpoint, of_rank: Counts) -> bool:
+    """Return whether some rows of a checkpoint belong to no rank, and warn. Collective.
+
+    Raises CorruptCheckpointError if the ranks own all ids of a table, and have read more or fewer rows than it has.
+    """
+    rows = ranks.gather(of_rank)
+    # A rank alone has looked at the rows of its chain itself; of several, all together have as many as it says.
+    for error in row_errors(checkpoint, rows) if checkpoint.below and ranks.size > 1 else ():
+        raise error
+    missed = rows_missed(checkpoint, rows)
+    for table, (n_rows, n_saved) in missed.items() if ranks.rank == 0 else ():
+        log.warning(_MISSED, checkpoint.ckpt_id, table, count(n_rows), count(n_saved))
+    return bool(missed)
+
+
+def rows_missed(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> dict[str, tuple[int, int]]:
+    """Return table -> (rows of all ranks, saved rows), for tables of which some rows belong to no rank."""
+    rows: dict[tuple[str, str], dict[OwnedIds, int]] = {}
+    for key, (owned, n_rows) in (item for counts in of_ranks for item in counts.items()):
+        rows.setdefault(key, {})[owned] = n_rows
+    there = {key[0]: (sum(n.values()), checkpoint.manifest.named_table(key[0]).rows) for key, n in rows.items()}
+    return {table: (n_rows, n_saved) for table, (n_rows, n_saved) in there.items() if n_rows < n_saved}
 
 
 def _spans(owned: OwnedIds) -> Iterator[tuple[Fraction, Fraction]]:
@@ -170,12 +202,15 @@ class Loader:
         """Call ``on_whole_restore`` if a load was whole; after loads of several ranks, on all of them.
 
         A load is whole if everything comes from one source, unconverted and under the same names, and no live table
-        has other rows.
+        has other rows. Of several ranks, the caller has checked that together they have all rows.
         """
         numbers = {item.offer for item in report.items if item.offer is not None}
         if self.on_whole_restore is None or len(numbers) != 1 or any(item.conversion for item in report.items):
             return
-        at = sources[numbers.pop()].at
+        number = numbers.pop()
+        at = sources[number].at
+        if live.shards == 1 and rows_missed(at.checkpoint, [rows_read(live, report, number)]):
+            return
         entry, saved = at.entry, {table.name: table for table in at.checkpoint.manifest.tables}
         is_everything = entry.load == (Pattern("*"),) and not entry.exclude and entry.only is None
         if not (entry.is_own and is_everything and entry.hashtable_clear and entry.where == RowFilter()):

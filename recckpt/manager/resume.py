@@ -18,7 +18,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format.codec import time_of
 from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.live_state import LiveState
-from recckpt.load.loader import Loader, row_errors, rows_read
+from recckpt.load.loader import Loader, misses_rows, rows_read
 from recckpt.load.open_source import OpenSource, needed_files, opened
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
@@ -221,12 +221,8 @@ class Restorer:
         with self._opened(live, [*start.bank.sources, *own]) as sources:
             load_sources = partial(self._loader.load_sources, live, sources, start.bank.problems, rng=rng and bool(own))
             report = self._ranks.in_meetings(lambda meetings: load_sources(meetings=meetings))
-            # A single rank has checked the rows of its chain; several must together have the saved number.
-            if own and own[0].checkpoint.below and self._ranks.size > 1:
-                rows = self._ranks.gather(rows_read(live, report, n_bank))
-                for error in row_errors(own[0].checkpoint, rows):
-                    raise error
-            self._loader.note_if_whole(live, sources, report)
+            if not own or not misses_rows(self._ranks, own[0].checkpoint, rows_read(live, report, n_bank)):
+                self._loader.note_if_whole(live, sources, report)
             if with_bank:
                 self._followed = _dynamic_in(live, sources[:n_bank])
         if own:

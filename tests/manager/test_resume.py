@@ -311,6 +311,28 @@ def test_rows_that_no_rank_alone_can_count_are_counted_by_all(tmp_path, chain, n
     assert {id_: row for _, rows, _ in found for id_, row in rows.items()} == {2: (2.0, 2.0), 4: (4.0, 4.0)}
 
 
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_rows_in_no_slice_of_any_rank_are_warned_of_and_nothing_counts_from_such_a_restore(tmp_path, n_ranks, caplog):
+    source = Resumed(tmp_path)
+    source.table.insert(torch.arange(100), torch.ones(100, 2))
+    source.saver.save("ckpt_1", step=1)
+
+    def restore(rank, connect):
+        run = Resumed(tmp_path, slice=gen_slice(rank, 3))  # and no rank has gen_slice(2, 3)
+        connect(run.saver)
+        manager = CheckpointManager(run.saver, 10, shard_id=rank, shard_num=n_ranks)
+        assert manager.restore() == 1
+        if n_ranks == 1:
+            run.saver.load()
+        return len(run.table), run.bases
+
+    found = on_ranks(n_ranks, restore)
+    n_rows = sum(n for n, _ in found)
+    assert 0 < n_rows < 100
+    assert all(bases == [] for _, bases in found)
+    assert caplog.text.count(f"table 't': the ranks of this run hold {n_rows} of its 100 rows") == 1
+
+
 @pytest.mark.parametrize(
     "conf",
     [
