@@ -84,19 +84,16 @@ def misses_rows(ranks: Ranks, checkpoint: Checkpoint, of_rank: Counts) -> bool:
     # A rank alone has looked at the rows of its chain itself; of several, all together have as many as it says.
     for error in row_errors(checkpoint, rows) if checkpoint.below and ranks.size > 1 else ():
         raise error
-    missed = rows_missed(checkpoint, rows)
-    for table, (n_rows, n_saved) in missed.items() if ranks.rank == 0 else ():
-        log.warning(_MISSED, checkpoint.ckpt_id, table, count(n_rows), count(n_saved))
-    return bool(missed)
-
-
-def rows_missed(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> dict[str, tuple[int, int]]:
-    """Return table -> (rows of all ranks, saved rows), for tables of which some rows belong to no rank."""
-    rows: dict[tuple[str, str], dict[OwnedIds, int]] = {}
-    for key, (owned, n_rows) in (item for counts in of_ranks for item in counts.items()):
-        rows.setdefault(key, {})[owned] = n_rows
-    there = {key[0]: (sum(n.values()), checkpoint.manifest.named_table(key[0]).rows) for key, n in rows.items()}
-    return {table: (n_rows, n_saved) for table, (n_rows, n_saved) in there.items() if n_rows < n_saved}
+    of_table: dict[tuple[str, str], dict[OwnedIds, int]] = {}
+    for key, (owned, n_rows) in (item for counts in rows for item in counts.items()):
+        of_table.setdefault(key, {})[owned] = n_rows  # copies count once
+    saved, n_missed = {entry.name: entry.rows for entry in checkpoint.manifest.tables}, 0
+    for (table, _), owned_rows in of_table.items():
+        if (n_rows := sum(owned_rows.values())) < saved[table]:
+            n_missed += 1
+            if ranks.rank == 0:
+                log.warning(_MISSED, checkpoint.ckpt_id, table, count(n_rows), count(saved[table]))
+    return n_missed > 0
 
 
 def _spans(owned: OwnedIds) -> Iterator[tuple[Fraction, Fraction]]:
@@ -209,11 +206,12 @@ class Loader:
             return
         number = numbers.pop()
         at = sources[number].at
-        if live.shards == 1 and rows_missed(at.checkpoint, [rows_read(live, report, number)]):
-            return
         entry, saved = at.entry, {table.name: table for table in at.checkpoint.manifest.tables}
         is_everything = entry.load == (Pattern("*"),) and not entry.exclude and entry.only is None
         if not (entry.is_own and is_everything and entry.hashtable_clear and entry.where == RowFilter()):
+            return
+        own = rows_read(live, report, number) if live.shards == 1 else {}
+        if any(n_rows < saved[there].rows for (there, _), (_, n_rows) in own.items()):
             return
         taken = {(i.name.text, i.source) for i in report.items if i.offer is not None and i.name.is_slot}
         slots = [f"{one.name}@{slot}" for one in saved.values() for slot in (ID, *(spec.name for spec in one.slots))]

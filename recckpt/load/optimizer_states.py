@@ -68,7 +68,18 @@ def sparse_optimizer_state(
         return saved if saved is not None else _foreign_steps(live, items, sources)
     for item in items:
         slots.get(item.name.table, []).append(item)
-    steps = _steps(live, slots, sources, tensors)
+    steps = dict(live["state"])
+    for table, its_slots in slots.items():
+        saved_at = _saved_at(its_slots, tensors)
+        ids = next((item.offer for item in its_slots if item.name.slot == ID), None)
+        is_emptied = ids is not None and sources[ids].at.entry.hashtable_clear
+        if saved_at is not None:
+            saved_step = tensors[saved_at[0]].scalars["state"].get(saved_at[1])
+            before = None if is_emptied else steps.get(table)  # rows that stay have moments of as many steps
+            steps[table] = max(saved_step, before, key=lambda step: (step or {}).get("step", 0))
+        elif is_emptied:
+            steps[table] = None
+    steps = {table: step for table, step in steps.items() if step is not None}
     if saved is None or scalars is None:
         return None if steps == live["state"] else {**live, "state": steps}
     there: dict[str, str] = {}
@@ -83,27 +94,6 @@ def sparse_optimizer_state(
                 other_decay.add(table)
     groups = [_with_settings(group, saved["param_groups"], there, alike, other_decay) for group in live["param_groups"]]
     return {**live, "state": steps, "param_groups": groups}
-
-
-def _steps(
-    live: Mapping[str, Any],
-    slots: Mapping[str, Sequence[Planned]],
-    sources: Sequence[OpenSource],
-    tensors: Sequence[TensorRows],
-) -> dict[str, Any]:
-    """Return the steps of tables after the load. ``slots``: the planned slots of each table."""
-    steps = dict(live["state"])
-    for table, its_slots in slots.items():
-        saved_at = _saved_at(its_slots, tensors)
-        ids = next((item.offer for item in its_slots if item.name.slot == ID), None)
-        is_emptied = ids is not None and sources[ids].at.entry.hashtable_clear
-        if saved_at is not None:
-            saved = tensors[saved_at[0]].scalars["state"].get(saved_at[1])
-            before = None if is_emptied else steps.get(table)  # rows that stay have moments of as many steps
-            steps[table] = max(saved, before, key=lambda step: (step or {}).get("step", 0))
-        elif is_emptied:
-            steps[table] = None
-    return {table: step for table, step in steps.items() if step is not None}
 
 
 def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:
