@@ -37,7 +37,7 @@ _SLOTS: Mapping[str, Sequence[str]] = {  # in the order of the kernel's states
 }
 _PREV_ITER, _ROW_COUNTER = "sparse_fbgemm_prev_iter", "sparse_fbgemm_row_counter"
 _SETTINGS = ("eps", "weight_decay")  # besides the learning rate; and betas for optimizers with moments
-# The rate of the next backward pass, if the owner's optimizer got another rate since its last step.
+# The rate of the next backward pass; the owner's optimizer may have got another rate since its last step.
 _KERNEL_LR = "kernel_lr"
 _WITH_BETAS = ("adam", "lamb")
 # Methods other than backward passes that may change any row without reporting which.
@@ -287,11 +287,10 @@ class Kernel:
     @property
     def settings(self) -> dict[str, Any]:
         kind, arguments = str(self.module.optimizer.value), self.module.optimizer_args
-        kernel_rate = float(self.module.get_learning_rate())  # a float32
-        rate = kernel_rate if self._group is None else float(self._group["lr"])
-        settings: dict[str, Any] = {"lr": rate}
-        if torch.tensor(rate, dtype=torch.float32, device="cpu").item() != kernel_rate:
-            settings[_KERNEL_LR] = kernel_rate
+        kernel_rate = float(self.module.get_learning_rate())
+        settings: dict[str, Any] = {"lr": kernel_rate}
+        if self._group is not None:
+            settings = {"lr": float(self._group["lr"]), _KERNEL_LR: kernel_rate}
         if any(part in kind for part in _WITH_BETAS):
             settings["betas"] = (float(arguments.beta1), float(arguments.beta2))
         names = [name for name in _SETTINGS if name != "eps" or "sgd" not in kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -76,7 +77,7 @@ def sparse_optimizer_state(
         if saved_at is not None:
             saved_step = tensors[saved_at[0]].scalars["state"].get(saved_at[1])
             before = None if is_emptied else steps.get(table)  # rows that stay have moments of as many steps
-            steps[table] = max(saved_step, before, key=lambda step: (step or {}).get("step", 0))
+            steps[table] = max(saved_step, before, key=_n_steps)
         elif is_emptied:
             steps[table] = None
     steps = {table: step for table, step in steps.items() if step is not None}
@@ -110,6 +111,14 @@ def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[
         gives_steps = not any(pattern.matches(_SCALARS) for pattern in saved.source.at.entry.exclude)
         own = [taken] if taken.name.slot == EMBEDDING and gives_steps and saved.has_slots(table, ()) else []
     return (taken.offer, table) if own else None
+
+
+def _n_steps(state: Any) -> float:
+    """Return the steps that a table's state counts; infinity if malformed, so that the optimizer gets and refuses it."""
+    try:
+        return float(state.get("step", 0)) if state is not None else 0.0
+    except (AttributeError, TypeError, ValueError):
+        return math.inf
 
 
 def _foreign_steps(
