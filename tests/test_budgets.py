@@ -43,9 +43,9 @@ HOUSE = {  # figure -> limit, goal
 }
 ENTERED = {  # way -> named functions and files: limit, goal
     "a training step": ((94, 80), (18, 18)),
-    "a save": ((514, 430), (73, 60)),
-    "a load": ((634, 520), (78, 70)),
-    "a restore": ((685, 580), (87, 80)),
+    "a save": ((519, 430), (73, 60)),
+    "a load": ((639, 520), (78, 70)),
+    "a restore": ((692, 580), (87, 80)),
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 

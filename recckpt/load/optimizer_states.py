@@ -114,7 +114,7 @@ def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[
 
 
 def _n_steps(state: Any) -> float:
-    """Return the steps that a table's state counts; infinity if malformed, so that the optimizer gets and refuses it."""
+    """Return the steps that a table's state counts; infinity if malformed: the optimizer refuses it."""
     try:
         return float(state.get("step", 0)) if state is not None else 0.0
     except (AttributeError, TypeError, ValueError):
