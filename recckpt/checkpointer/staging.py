@@ -58,7 +58,7 @@ class _Reference:
 
 
 def span(tensor: Tensor) -> int:
-    """Return the number of items from a tensor's first value to its last."""
+    """Return how many items of its storage a tensor spans, gaps included."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -109,7 +109,7 @@ def export_checkpoint(
         raise ConversionError(url, "since", found="since with skip_damaged", expected=expected)
     if since is not None and (where is not None or not module.INCREMENTS):
         found = f"since with {to if where is None else 'where'}"
-        raise ConversionError(url, "since", found=found, expected="all changed rows, to parquet or npy")
+        raise ConversionError(url, "since", found=found, expected="an export of all changed rows, to parquet or npy")
     if dtype is not None and dtype not in module.DTYPES:
         found, expected = f"{dtype} for {to}, which does not have it", ", ".join(module.DTYPES) or "none"
         raise ConversionError(url, "dtype", found=found, expected=expected)

@@ -262,7 +262,7 @@ def probe() -> str:
 
 
 def is_draft(name: str, of: str | None = None) -> bool:
-    """Return whether :func:`temporary` made a name, for any file or for the file ``of``."""
+    """Return whether :func:`temporary` made ``name``; if ``of`` is given, whether for that file."""
     return name.endswith(_DRAFT) and (of is None or name.startswith(f"{of}."))
 
 

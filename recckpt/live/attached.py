@@ -161,7 +161,7 @@ class AttachedTable:
             self._detach()
 
     def prepare(self) -> None:
-        """Bring the memory up to date before it is read or written, in the thread that calls the saver.
+        """Bring the memory up to date before it is read or written. Runs in the thread that calls the saver.
 
         Raises LiveTableError if this object is closed, or if the table cannot be read now.
         """

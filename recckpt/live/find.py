@@ -97,7 +97,7 @@ def find_tables(
 def _warn_of(left: Mapping[str, str], missing_paths: Collection[str]) -> None:
     dense = [f"{path!r}: {why}" for path, why in left.items() if path not in missing_paths]
     if dense:
-        log.warning("not live tables, but dense tensors, which each save writes whole, are %s", "; ".join(dense))
+        log.warning("saved as dense tensors, whole at each save, and not as live tables: %s", "; ".join(dense))
     missing = [f"{path!r}: {why}" for path, why in left.items() if path in missing_paths]
     if missing:
         log.warning("not in the checkpoints are %s", "; ".join(missing))

@@ -44,7 +44,7 @@ def akin_slot(slot: str) -> str | None:
 
 
 def common_slot(slot: str) -> str:
-    """Return one name for a moment's slot that is the same for all akin optimizers."""
+    """Return the common name of an optimizer slot, if related optimizers name it differently."""
     return min(slot, akin_slot(slot) or slot)
 
 

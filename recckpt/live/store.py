@@ -53,7 +53,7 @@ class RowRange:
 
 
 class LiveStore(Store):
-    """The rows of a live table that this rank saves, in their owner's memory; also receives announced changes (a door).
+    """Holds the rows of a live table that this rank saves, in their owner's memory; the door for announced changes.
 
     Thread-safe. Threads that train call the methods of the door, which never raise.
 

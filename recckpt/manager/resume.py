@@ -238,7 +238,7 @@ class Restorer:
 
     @contextmanager
     def _opened(self, live: LiveState, sources: Iterable[LocatedCheckpoint]) -> Iterator[list[OpenSource]]:
-        """Open the checkpoints on all ranks before any rank changes state: a late rank may find them removed."""
+        """Open the checkpoints on all ranks before any rank changes state, because they may be removed later."""
         with ExitStack() as stack:
             yield self._ranks.on_each(lambda: stack.enter_context(opened(sources, live.needs)))
 

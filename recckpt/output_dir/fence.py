@@ -327,8 +327,8 @@ class Fence:
     def close_list(self, clean: frozenset[str]) -> None:
         """Claim the next epoch, and list only these saves: all other saves made until now become invalid.
 
-        So late commits, offers, copies that someone restores, and near saves become invalid (rule
-        *forget_in_new_epoch*).
+        Saves of earlier epochs that appear later are invalid too: late commits, offers, near saves, and copies that
+        someone puts back (rule *forget_in_new_epoch*).
 
         Raises:
             WriterFencedError: another writer has taken the output dir over.

@@ -171,11 +171,11 @@ class EvictedByAll(_EvictOperators):
 
 @dataclass(frozen=True)
 class Capacity:
-    """Keeps at most ``n`` rows on all ranks together: evicts the rows with the least ``by``, equal ones by lowest id.
+    """Keeps at most ``n`` rows on all ranks together: evicts rows with the least ``by``, then the lowest id.
 
     In training, the table evicts rows before it is full, so that no look-up waits; a call of ``table.evict`` leaves
     ``n`` rows. The table evicts only between steps. If neither ``CheckpointManager.step()`` nor ``table.step`` counts
-    the steps, the table grows past ``n``, with a warning. TorchRec's ZCH has the same policies as
+    the steps, the table grows past ``n``, with a warning. TorchRec's ZCH calls these policies
     ``DistanceLFU_EvictionPolicy`` and ``LRU_EvictionPolicy``.
 
     Args:

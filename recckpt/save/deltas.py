@@ -73,7 +73,7 @@ class Changes:
                     self.tracker.begin(table, checkpoint.manifest.name)
 
     def resume_from(self, record: Manifest) -> bool:
-        """Make a restored checkpoint the candidate; return False if changes cannot be counted since it."""
+        """Make a restored checkpoint the candidate for the base; return False if later changes are not known."""
         restored = _base_of(record)
         if any(reduced.forgets_why for reduced in restored.reduced.values()):
             return False

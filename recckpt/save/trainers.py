@@ -352,6 +352,6 @@ def _mappings_in(state: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def _n_optimized(state: Any) -> int:
-    """Return the number of parameters in optimizer states within ``state``, because an object may save an optimizer."""
+    """Return how many parameters are in optimizer states in ``state``, the state of an object that may have some."""
     lists = (groups for each in _mappings_in(state) if isinstance(groups := each.get("param_groups"), list))
     return sum(len(group.get("params", ())) for groups in lists for group in groups if isinstance(group, Mapping))

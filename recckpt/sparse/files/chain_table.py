@@ -86,8 +86,8 @@ class AskedTable:
 class RowIndex:
     """The sorted ids of one link of a table, in 16 bytes of memory per row. Thread-safe.
 
-    The constructor reads and checks all ids; values are read when they are first needed. On a storage with memory maps
-    each batch is checked once, on other storages at each read.
+    The constructor reads and checks all ids; values are read when they are needed. A storage with memory maps checks
+    the values of a batch at the first read, other storages at each read.
     """
 
     def __init__(self, table: TableReader) -> None:

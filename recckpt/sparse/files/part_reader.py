@@ -44,7 +44,7 @@ _HEAD_BYTES = 512  # enough for the Arrow metadata of the table names and of the
 
 
 def runs_of(items: Iterable[_T], most: int, size: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Yield lists of items with a total size of at most ``most``, or of a single item."""
+    """Yield lists of consecutive items, of at most ``most`` in total; a larger item is a list of its own."""
     some, total = list[_T](), 0
     for item in items:
         total += size(item)

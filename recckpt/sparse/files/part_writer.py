@@ -81,12 +81,12 @@ def plan_parts(
     part_bytes: int = PART_BYTES,
     buckets: tuple[int, int] = (0, N_BUCKETS),
 ) -> list[PartPlan]:
-    """Divide the rows of tables in buckets [begin, end) among parts, ordered by group and number.
+    """Divide the rows of tables in buckets [begin, end) among parts, ordered by group, then by number within the group.
 
     A large table is spread over as many parts as there are writers. Parts are planned to have between ``least_bytes``
     and ``part_bytes`` bytes; parts of a group differ in size by about the rows of one bucket. There are at most
     groups + n_writers + total bytes / part_bytes parts, and one more for every 32,767 tables. A group without rows
-    keeps its number.
+    gets no part, and the others keep their group numbers.
     """
     groups: dict[tuple[SlotSpec, ...], list[TableBytes]] = {}
     for table in tables:

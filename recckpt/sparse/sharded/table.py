@@ -230,8 +230,8 @@ class EmbeddingCollection(nn.Module):
         if others:
             kind = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
             raise TypeError(
-                f"a collection takes recckpt.sparse.ShardedHashTable, found {kind}: make it one, which with one rank "
-                "is a plain table; put several plain tables into an nn.ModuleDict, and call each"
+                f"a collection takes recckpt.sparse.ShardedHashTable, found {kind}: use a ShardedHashTable, "
+                "also for one rank, or put plain tables into an nn.ModuleDict, and call each"
             )
         self.tables = nn.ModuleList(members)
         names = [table.name for table in self._sharded]

@@ -235,9 +235,9 @@ class FromRow:
 def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
     """Return the default: a random direction with a length of about 1.
 
-    ``nn.Embedding`` has a standard deviation of 1, so the product of two rows has one of ``sqrt(values in a row)``, and
-    a sigmoid of it saturates. TorchRec's bound, ``1 / sqrt(num_embeddings)``, does not exist for a growing table.
-    Integer tables, which are not trained, start at 0.
+    Values of ``nn.Embedding`` have a standard deviation of 1, so the dot product of two rows has a standard deviation
+    of ``sqrt(values in a row)``, which saturates a sigmoid. TorchRec's bound, ``1 / sqrt(num_embeddings)``, does not
+    exist for a growing table. Integer tables, which are not trained, start at 0.
     """
     return Normal(std=1 / math.sqrt(math.prod(shape))) if dtype.is_floating_point else Constant(0)
 

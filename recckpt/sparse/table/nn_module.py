@@ -62,7 +62,7 @@ _ROWS_STAY = (
 
 
 class Sharing:
-    """Agreements of ranks that share a table; here for one rank. All methods but ``exposed`` are collective."""
+    """What the ranks of a shared table must agree on; this class is for one rank. Collective, except ``exposed``."""
 
     n_ranks = 1
 

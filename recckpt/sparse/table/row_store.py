@@ -237,13 +237,13 @@ class RowStore(Store):
         return RowStore(rows.device, rows.with_columns(rows.device, columns))
 
     def _settled(self) -> Rows:
-        """Return the rows, cleaned up after an exception. Only for changes, under the lock."""
+        """Return the rows to change, after repairing what an exception left half done. Call it under the lock."""
         # Not for reads: a signal handler may read while its own thread is in the middle of a change.
         self.rows.index.settle()
         return self.rows
 
     def _claim(self, ids: Int64s, preset: frozenset[str], embeddings: FirstValues | None) -> tuple[Int64s, int]:
-        """Return the row of each id, and the number of new rows: unpublished, initialized but for ``preset`` slots."""
+        """Return the row of each id and the number of new rows, which are initialized, except ``preset`` slots."""
         rows = self._settled()
         first = len(rows)
         at, new_ids = rows.claim(ids)

@@ -376,7 +376,7 @@ def test_a_table_that_no_loss_depends_on_has_no_gradients_and_one_of_a_single_ra
             (
                 lambda some=some: EmbeddingCollection(some),
                 TypeError,
-                f"ShardedHashTable, found the {found}: make it one",
+                f"ShardedHashTable, found the {found}: use a ShardedHashTable",
             )
             for some, found in (
                 ([HashTable(2, name="t")], "HashTable 't'"),
