@@ -76,7 +76,8 @@ def sparse_optimizer_state(
         is_emptied = ids is not None and sources[ids].at.entry.hashtable_clear
         if saved_at is not None:
             saved_step = tensors[saved_at[0]].scalars["state"].get(saved_at[1])
-            before = None if is_emptied else steps.get(table)  # rows that stay have moments of as many steps
+            is_merged = ids is not None and not is_emptied  # rows that stay have moments of as many steps
+            before = steps.get(table) if is_merged else None
             steps[table] = max(saved_step, before, key=_n_steps)
         elif is_emptied:
             steps[table] = None
