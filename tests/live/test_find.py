@@ -72,7 +72,7 @@ def test_a_finder_brings_candidates_and_says_what_a_table_is_to_a_saver(tower, c
     tables, left = find_tables(tower, optimizers, ranks, [finder], min_rows=1000, names={}, exclude=())
     assert [(table.path, table.live.name) for table in tables] == [("users", "theirs/users")]
     assert left.keys() == {"cold", "odd", "days"}
-    assert "which each save writes whole, are 'odd': it has no rows" in caplog.text
+    assert "whole at each save, and not as live tables: 'odd': it has no rows" in caplog.text
     assert "not in the checkpoints are 'cold': it lies elsewhere" in caplog.text
     live = LiveTables(tower, tables, left)
     assert isinstance(live["theirs/users"], Attached)
